@@ -1,0 +1,43 @@
+# For a fresh machine with Python >= 3.11 (which diffusers asks for):
+#   make test    the test suite
+# It fills .venv by itself. To use an environment of your own instead:
+#   make test PY=/path/to/its/python
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# The CUDA build of torch is several gigabytes: take what pip offers where there is an NVIDIA GPU,
+# and a release that is known to do on a CPU elsewhere. Whatever is given here goes to pip as it is.
+ifeq ($(TORCH),)
+TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
+endif
+
+ifeq ($(PY),)
+PY := $(VENV)/bin/python
+READY = $(VENV)/.ready-$(1)
+else
+READY =
+endif
+
+.PHONY: test lint clean
+test: $(call READY,test)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(call READY,test)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.ready-%: pyproject.toml | $(VENV)/bin/pip
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	@touch $@
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: diffusers needs Python 3.11 or newer and $(PYTHON) is older;" \
+	    "name a newer one: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "error: $(PYTHON) has no venv module; install it (python3-venv)"; exit 1; }

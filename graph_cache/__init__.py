@@ -1,0 +1,14 @@
+"""Persistent prefix K/V and CUDA-graph replay for Qwen-Image-2.1.
+
+>>> from graph_cache import GraphCache
+>>> cache = GraphCache.attach(pipe.transformer)  # doctest: +SKIP
+>>> image = pipe("a red circle").images[0]  # doctest: +SKIP
+>>> print(cache.report().table())  # doctest: +SKIP
+"""
+
+from graph_cache.manager import GraphCache
+from graph_cache.reasons import REASONS, Fallback, Path, Reason
+from graph_cache.report import RunReport
+
+__all__ = ["REASONS", "Fallback", "GraphCache", "Path", "Reason", "RunReport"]
+__version__ = "0.1.0"

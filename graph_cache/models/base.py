@@ -1,0 +1,120 @@
+"""What the manager asks of an adapter, and how an adapter describes a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from graph_cache.capture import StaticInputs
+from graph_cache.entries import Entry
+from graph_cache.layout import SequenceLayout
+from graph_cache.prefix import PrefixBuffers, PrefixShape
+from graph_cache.reasons import Fallback
+
+
+class Phase(Enum):
+    """What a model call is, before anything is decided."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNCACHED = "uncached"
+
+
+@dataclass
+class ModelCall:
+    """One call of the model, in the manager's terms.
+
+    Attributes
+    ----------
+    phase
+        What kind of call it is.
+    conditioning
+        Identifies the conditioning: an object that lives as long as its run needs it, can be
+        weakly referenced and is compared by identity. None where there is none.
+    device, dtype, batch, strides
+        Of the call's hidden states.
+    arguments
+        The call's arguments by name; only its adapter reads them.
+    run_native
+        Runs the unpatched model, with some arguments replaced if they are given.
+    """
+
+    phase: Phase
+    conditioning: object | None
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    strides: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    run_native: Callable[..., Any]
+
+
+class Adapter(Protocol):
+    """All knowledge of one model class; stateless between runs."""
+
+    name: str
+    """Short name of the door, for reports."""
+
+    def attach(self, handle: Callable[[ModelCall], Any]) -> None:
+        """Route the model's calls to ``handle``."""
+
+    def detach(self) -> None:
+        """Leave the model exactly as it was found."""
+
+    def fallbacks(self, call: ModelCall | None) -> Iterable[Fallback]:
+        """What about model and libraries stands against the cache; asked once a run.
+
+        Without a call, whatever can be said before the first one.
+        """
+
+    def call_fallback(self, call: ModelCall) -> Fallback | None:
+        """What about this one call stands against the cache; asked at every call."""
+
+    def attention(self) -> str:
+        """Name of the attention function that a decode step would call now."""
+
+    def layout(self, call: ModelCall) -> SequenceLayout | Fallback:
+        """The sequence of a prefill call, or why it is not one we know."""
+
+    def prefix_shape(self, call: ModelCall, layout: SequenceLayout) -> PrefixShape:
+        """Sizes of the buffers that a prefill call needs."""
+
+    def static_inputs(self, call: ModelCall, layout: SequenceLayout) -> StaticInputs:
+        """New static inputs of the decode step."""
+
+    def run_values(self, call: ModelCall, layout: SequenceLayout) -> Mapping[str, torch.Tensor]:
+        """The static inputs that change once a run."""
+
+    def step_values(self, call: ModelCall, layout: SequenceLayout) -> Mapping[str, torch.Tensor]:
+        """The static inputs that change at every step."""
+
+    def prefill(self, call: ModelCall, buffers: PrefixBuffers) -> Any:
+        """Run the model's own prefill, its prefix K/V going into the buffers.
+
+        Afterwards the model's own path can still decode from the call's conditioning.
+        """
+
+    def decode_fallback(self, call: ModelCall, entry: Entry) -> Fallback | None:
+        """Why a decode call does not fit the entry of its conditioning, if it does not."""
+
+    def decode(self, inputs: StaticInputs, buffers: PrefixBuffers) -> torch.Tensor:
+        """One decode step over static tensors alone: no host sync, safe to capture."""
+
+    def wrap(self, call: ModelCall, output: torch.Tensor) -> Any:
+        """A decode step's output in the form that the caller of the model expects."""
+
+    def unwrap(self, result: Any) -> torch.Tensor:
+        """The tensor in what the unpatched model returned for a decode call."""
+
+    def part(self, conditioning: object) -> None:
+        """Let a conditioning hold its prefix alone, as without us, and nothing of our buffers."""
+
+    def refresh_weights(self) -> None:
+        """Look up all modules and weights anew; called at every prefill."""
+
+    def weights(self) -> tuple:
+        """Fingerprint of modules and weights: identities, addresses. Called before every replay."""

@@ -1,0 +1,194 @@
+"""One decode step over an entry: replayed, captured, or run eagerly with a reason."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from graph_cache.capture import Capturer, bitwise_equal
+from graph_cache.entries import Entry, EntryStore
+from graph_cache.errors import first_line, is_out_of_memory
+from graph_cache.models.base import Adapter, ModelCall
+from graph_cache.reasons import Fallback, Path
+from graph_cache.report import Kind
+from graph_cache.run import Outcome, Run
+from graph_cache.settings import numeric_settings
+
+Verify = Literal["first", "always", "never"]
+
+_BEFORE_A_CAPTURE = ("warm_up", "weights_changed")
+"""Reasons of eager steps that the next step will capture, unless something speaks against it."""
+
+_verified: set[tuple] = set()
+"""What ``verify="first"`` has found equal in this process, see `StepRunner._check`."""
+
+
+class StepRunner:
+    """Runs decode steps, and compares them with what they must equal.
+
+    Parameters
+    ----------
+    adapter
+        Of the model.
+    store
+        Of the entries; it bounds what a capture may hold.
+    capturer
+        Makes the graphs.
+    verify
+        "first", "always" or "never", see `graph_cache.manager.GraphCache.attach`.
+
+    Raises
+    ------
+    ValueError
+        If ``verify`` is none of these.
+    """
+
+    def __init__(
+        self, adapter: Adapter, store: EntryStore, capturer: Capturer, verify: Verify
+    ) -> None:
+        self._adapter = adapter
+        self._store = store
+        self._capturer = capturer
+        self.verify = verify
+        self._no_graphs: Fallback | None = None
+
+    @property
+    def verify(self) -> Verify:
+        """When steps are compared with what they must equal."""
+        return self._verify
+
+    @verify.setter
+    def verify(self, verify: Verify) -> None:
+        if verify not in ("first", "always", "never"):
+            raise ValueError(f"verify must be 'first', 'always' or 'never', not {verify!r}")
+        self._verify = verify
+
+    def run(self, run: Run, call: ModelCall, entry: Entry, graphs: bool) -> Outcome | Fallback:
+        """Run one step.
+
+        Parameters
+        ----------
+        run
+            The current run.
+        call
+            A decode call that fits the entry.
+        entry
+            Of the call's conditioning.
+        graphs
+            Whether graphs are asked for.
+
+        Returns
+        -------
+        Outcome or Fallback
+            A fallback where the model's own path has to run instead.
+
+        Raises
+        ------
+        RuntimeError
+            Whatever the step raised, running out of memory included.
+        """
+        adapter, inputs = self._adapter, entry.inputs
+        inputs.load(adapter.step_values(call, entry.key.layout))
+        why = self._eager_reason(run, entry, graphs)
+        kind = Kind.REPLAYED
+        if why is None and entry.captured is None:
+            kind = Kind.CAPTURED
+            why = self._capture(run, entry)
+        if why is not None:
+            return self._eager(run, call, entry, why)
+        if kind is Kind.REPLAYED:
+            entry.captured.replay()
+        # Copied out before anybody else can replay into the static output.
+        output = inputs.output.clone()
+        if kind is Kind.CAPTURED and not self._replay_is_exact(run, entry, output):
+            self._no_graphs = Fallback("parity_graph")
+            self._store.release_graphs()
+            return self._eager(run, call, entry, self._no_graphs)
+        return Outcome(adapter.wrap(call, output), kind, Path.GRAPH)
+
+    def _eager(self, run: Run, call: ModelCall, entry: Entry, why: Fallback) -> Outcome | Fallback:
+        adapter, inputs, buffers = self._adapter, entry.inputs, entry.buffers
+        if why.code in _BEFORE_A_CAPTURE:
+            output, entry.no_capture = self._capturer.rehearse(
+                lambda: adapter.decode(inputs, buffers)
+            )
+        else:
+            output = adapter.decode(inputs, buffers)
+        if not self._body_is_exact(run, call, entry, output):
+            return Fallback("parity", f"{run.report.dtype} on {run.report.device}")
+        entry.warm = True
+        return Outcome(adapter.wrap(call, output), Kind.EAGER, Path.BUFFERS, why)
+
+    def _eager_reason(self, run: Run, entry: Entry, graphs: bool) -> Fallback | None:
+        """Why a step may neither be replayed nor captured."""
+        if not graphs:
+            return Fallback("mode_buffers")
+        for fallback in (self._no_graphs, *run.fallbacks, entry.no_capture):
+            if fallback is not None and fallback.path is Path.BUFFERS:
+                return fallback
+        key = entry.key
+        if (self._adapter.attention(), numeric_settings()) != (key.attention, key.settings):
+            return Fallback("settings_changed")
+        if entry.captured is not None and entry.captured.weights != self._adapter.weights():
+            entry.release_graph()
+            return Fallback("weights_changed")
+        return None if entry.warm else Fallback("warm_up")
+
+    def _capture(self, run: Run, entry: Entry) -> Fallback | None:
+        """Capture an entry's step; the reason why there is no graph, if there is none."""
+        adapter, inputs, buffers = self._adapter, entry.inputs, entry.buffers
+        try:
+            entry.captured = self._capturer.capture(
+                lambda: adapter.decode(inputs, buffers), inputs, buffers, adapter.weights()
+            )
+        except RuntimeError as error:
+            # What CUDA and torch raise. Only the text outlives this block: the traceback holds
+            # tensors of the failed capture.
+            code = "vram_graph" if is_out_of_memory(error) else "capture_failed"
+            entry.no_capture = Fallback(code, first_line(error))
+        else:
+            run.report.capture_seconds += entry.captured.seconds
+            entry.no_capture = self._store.fit_graph(entry)
+            run.report.captures += entry.no_capture is None
+        if entry.no_capture is not None and inputs.output.is_cuda:
+            torch.cuda.empty_cache()
+        return entry.no_capture
+
+    # --- checks --------------------------------------------------------------------------
+
+    def _body_is_exact(self, run: Run, call: ModelCall, entry: Entry, output: torch.Tensor) -> bool:
+        """Compare a step with the model's own cached step, if that is due; an extra step."""
+        if not self._due("body", run, entry):
+            return True
+        equal = bitwise_equal(self._adapter.unwrap(call.run_native()), output)
+        return self._note("body", run, entry, equal)
+
+    def _replay_is_exact(self, run: Run, entry: Entry, output: torch.Tensor) -> bool:
+        """Compare a replay with the same step run eagerly, if that is due; an extra step."""
+        if not self._due("replay", run, entry):
+            return True
+        equal = bitwise_equal(self._adapter.decode(entry.inputs, entry.buffers), output)
+        return self._note("replay", run, entry, equal)
+
+    def _check(self, check: str, run: Run, entry: Entry) -> tuple:
+        """What a comparison speaks for: every step of this kind, whatever its prefix's length.
+
+        A matrix product of another height or width may be another kernel, so sizes are in it.
+        """
+        key, shape = entry.key, entry.buffers.shape
+        model = (self._adapter.name, shape.layers, shape.heads, run.report.device)
+        kind = (key.batch, key.dtype, key.strides, key.attention, key.settings)
+        layout = (key.layout.target, bool(key.layout.references), entry.buffers.arrangement)
+        return (check, model, kind, layout)
+
+    def _due(self, check: str, run: Run, entry: Entry) -> bool:
+        if self._verify == "first":
+            return self._check(check, run, entry) not in _verified
+        return self._verify == "always"
+
+    def _note(self, check: str, run: Run, entry: Entry, equal: bool) -> bool:
+        if equal:
+            _verified.add(self._check(check, run, entry))
+        run.report.verified[check] = run.report.verified.get(check, True) and equal
+        return equal
