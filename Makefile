@@ -1,7 +1,8 @@
-# For a fresh machine with Python >= 3.11 (which diffusers asks for):
+# Two commands for a fresh machine with Python >= 3.11 (which diffusers asks for):
+#   make demo    one picture, its report and the step table (MODEL, PROMPT, IMAGE, STEPS, SIZE, SEED, MODE)
 #   make test    the test suite
-# It fills .venv by itself. To use an environment of your own instead:
-#   make test PY=/path/to/its/python
+# Each fills .venv by itself. To use an environment of your own instead:
+#   make demo PY=/path/to/its/python
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +20,13 @@ else
 READY =
 endif
 
-.PHONY: test lint clean
+.PHONY: demo test lint bench clean
+demo: $(call READY,pipeline)
+	@# Through the environment, so that a prompt may hold quotes.
+	$(PY) -m graph_cache.demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"} \
+	  $${IMAGE:+--image "$$IMAGE"} $${STEPS:+--steps "$$STEPS"} $${SIZE:+--size "$$SIZE"} \
+	  $${SEED:+--seed "$$SEED"} $${MODE:+--mode "$$MODE"}
+
 test: $(call READY,test)
 	$(PY) -m pytest $(ARGS)
 
@@ -27,8 +34,11 @@ lint: $(call READY,test)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+bench: $(call READY,pipeline)
+	$(PY) -m graph_cache.bench $(ARGS)
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) demo
 
 $(VENV)/.ready-%: pyproject.toml | $(VENV)/bin/pip
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH)

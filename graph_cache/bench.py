@@ -1,0 +1,292 @@
+"""Benchmark: diffusers without and with its K/V cache against prefix buffers and graph replay.
+
+``python -m graph_cache.bench --help``. One process, one table, and a JSON file for those who want
+to compute with it. Every row says whether its pictures equal those of diffusers' cached path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path as FilePath
+
+import diffusers
+import torch
+from diffusers import QwenImage21Transformer2DModel
+
+from graph_cache import GraphCache
+from graph_cache.capture import bitwise_equal
+from graph_cache.loading import load_transformer
+from graph_cache.tiny import random_weights, tiny_transformer
+from graph_cache.workload import Case, Workload
+
+ENGINES = (
+    "diffusers",
+    "diffusers use_kv_cache",
+    "buffers",
+    "graph",
+    "graph, shared",
+    "graph, per layer",
+)
+_ARRANGEMENTS = {"graph, shared": "shared", "graph, per layer": "per_layer"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class Row:
+    """One engine on one case; times in ms a denoiser call after the first step.
+
+    Attributes
+    ----------
+    gpu_ms
+        Median time between a call's first and last work on the GPU's stream.
+    host_ms
+        Median time until the call returned to Python, with nothing queued on the GPU before it.
+    wall_ms
+        Time of the whole decode loop over its calls: what a user waits for.
+    busy
+        GPU time of the replayed graph over this engine's wall time: how much of the step the GPU
+        had work for. None where there is no graph.
+    ratio
+        Wall time of diffusers' cached step over this one's.
+    equal
+        Whether every step of every conditioning equals diffusers' cached path bitwise.
+    first_ms
+        Time of the first step, which prefills.
+    """
+
+    case: str
+    engine: str
+    gpu_ms: float | None
+    host_ms: float
+    wall_ms: float
+    first_ms: float
+    equal: bool
+    busy: float | None = None
+    ratio: float | None = None
+    peak_mib: int | None = None
+    held_mib: int = 0
+    graph_mib: int = 0
+    captures: int = 0
+    capture_s: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    verified: dict[str, bool] = field(default_factory=dict)
+
+
+def bench_case(
+    model: QwenImage21Transformer2DModel, case: Case, steps: int, engines: tuple[str, ...]
+) -> list[Row]:
+    """Every engine on one case.
+
+    A first, untimed run of each engine warms kernels, allocator and graphs up; the timed one is
+    the second picture of a session: same size, same prompt length, another prompt.
+    """
+    warm, work = (Workload(model, case.layouts(), batch=case.batch, seed=seed) for seed in (1, 2))
+    expected: list[torch.Tensor] = []
+    rows: list[Row] = []
+    # The reference first, whatever was asked for: all others are compared with it.
+    for engine in sorted({*engines, ENGINES[1]}, key=lambda name: name != ENGINES[1]):
+        rows.append(_bench_engine(engine, case, steps, warm, work, expected))
+    replay = next((row.gpu_ms for row in rows if row.counts.get("replayed")), None)
+    for row in rows:
+        row.ratio = rows[0].wall_ms / row.wall_ms
+        if replay is not None:
+            row.busy = min(1.0, replay / row.wall_ms)
+    rows.sort(key=lambda row: ENGINES.index(row.engine))
+    return [row for row in rows if row.engine in engines]
+
+
+def _bench_engine(
+    engine: str,
+    case: Case,
+    steps: int,
+    warm: Workload,
+    work: Workload,
+    expected: list[torch.Tensor],
+) -> Row:
+    model, device = work.model, work.device
+    cached = engine != ENGINES[0]
+    cache = None
+    if engine not in ENGINES[:2]:
+        cache = GraphCache.attach(
+            model,
+            mode="buffers" if engine == "buffers" else "auto",
+            arrangement=_ARRANGEMENTS.get(engine, "auto"),
+            verify="always",
+        )
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        first_report = None
+        warm.run(steps, cached=cached)
+        if cache is not None:
+            first_report = cache.report().to_dict()
+            # Checked in the warm-up; a comparison in the timed run would be timed too.
+            cache.verify = "never"
+        timings = work.run(steps, cached=cached)
+        report = cache.report() if cache is not None else None
+        drained = work.run(steps, cached=cached, drain=True)
+        row = Row(
+            case=case.name,
+            engine=engine,
+            gpu_ms=timings.gpu_ms(),
+            host_ms=drained.host_ms(),
+            wall_ms=timings.wall_ms(),
+            first_ms=timings.first * 1e3,
+            equal=True,
+        )
+        if device.type == "cuda":
+            row.peak_mib = torch.cuda.max_memory_allocated(device) >> 20
+        if report is not None:
+            row.held_mib = report.buffer_bytes >> 20
+            row.graph_mib = report.graph_bytes >> 20
+            row.captures = report.captures
+            row.capture_s = first_report["capture_seconds"]
+            row.counts = report.counts
+            row.reasons = [code for code, why in report.fallbacks.items() if code != "warm_up"]
+            row.verified = first_report["verified"]
+    finally:
+        if cache is not None:
+            cache.detach()
+    if engine == ENGINES[1]:
+        expected[:] = timings.outputs
+    row.equal = all(bitwise_equal(a, b) for a, b in zip(timings.outputs, expected))
+    return row
+
+
+def machine() -> dict:
+    """What the figures belong to."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "gpu": gpu,
+        "cpu": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "allocator": torch.cuda.get_allocator_backend() if gpu else None,
+        "diffusers": diffusers.__version__,
+        "command": "python -m graph_cache.bench " + " ".join(sys.argv[1:]),
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    head = ("case", "engine", "GPU ms", "host ms", "wall ms", "GPU busy", "x use_kv_cache")
+    head += ("bitwise equal", "capture s", "held MiB", "graph MiB", "peak MiB")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [
+            row.case,
+            row.engine,
+            "-" if row.gpu_ms is None else f"{row.gpu_ms:.2f}",
+            f"{row.host_ms:.2f}",
+            f"{row.wall_ms:.2f}",
+            "-" if row.busy is None else f"{row.busy:.0%}",
+            f"{row.ratio:.3f}",
+            "yes" if row.equal else "NO",
+            f"{row.capture_s:.3f}" if row.captures or row.capture_s else "-",
+            str(row.held_mib),
+            str(row.graph_mib),
+            "-" if row.peak_mib is None else str(row.peak_mib),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def build_model(args: argparse.Namespace) -> QwenImage21Transformer2DModel:
+    """The transformer that the options ask for."""
+    device, dtype = torch.device(args.device), _DTYPES[args.dtype]
+    if args.model is not None:
+        return load_transformer(args.model, device=device, dtype=dtype)
+    if not args.random_weights:
+        return tiny_transformer(dtype=dtype, device=device)
+    # Made on the device and in the dtype wanted: 7.1 B parameters in float32 would be 28 GB.
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = QwenImage21Transformer2DModel()
+    finally:
+        torch.set_default_dtype(default)
+    random_weights(model, 0)
+    return model.eval().requires_grad_(False)
+
+
+def parse_case(text: str) -> Case:
+    """A case from ``SIZE[:REFERENCES[:BATCH[:CONDITIONINGS]]]``."""
+    try:
+        case = Case(*(int(part) for part in text.split(":")))
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not SIZE[:REFS[:BATCH[:CONDS]]]") from None
+    if case.size < 32 or case.size % 32:
+        raise argparse.ArgumentTypeError(f"size {case.size} is not a multiple of 32")
+    if case.references not in range(11) or case.batch < 1 or case.conditionings not in (1, 2):
+        raise argparse.ArgumentTypeError(f"{text!r}: 0-10 references, 1+ rows, 1-2 conditionings")
+    return case
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m graph_cache.bench", description=__doc__)
+    made.add_argument(
+        "--cases",
+        type=parse_case,
+        nargs="+",
+        default=None,
+        metavar="SIZE[:REFS[:BATCH[:CONDS]]]",
+        help="what to generate (default: 64 128 on the small model, 512 1024 1024:1 otherwise)",
+    )
+    made.add_argument("--steps", type=int, default=12, help="denoising steps (default 12)")
+    made.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    made.add_argument("--dtype", choices=_DTYPES, default=None, help="default bf16, fp32 on a CPU")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    weights = made.add_mutually_exclusive_group()
+    weights.add_argument("--model", help="folder or .safetensors file with real weights")
+    weights.add_argument(
+        "--random-weights", action="store_true", help="the true 7 B configuration, random weights"
+    )
+    made.add_argument("--json", type=FilePath, help="also write the rows to this file")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark."""
+    args = parser().parse_args(argv)
+    if args.steps < 5:
+        # Prefill, warm-up, capture: less leaves nothing to measure.
+        parser().error("--steps must be at least 5")
+    if args.dtype is None:
+        args.dtype = "bf16" if torch.device(args.device).type == "cuda" else "fp32"
+    if args.cases is None:
+        small = args.model is None and not args.random_weights
+        args.cases = [
+            parse_case(c) for c in (["64", "128"] if small else ["512", "1024", "1024:1"])
+        ]
+    where = machine()
+    print(json.dumps(where), flush=True)
+    model = build_model(args)
+    rows: list[Row] = []
+    with torch.no_grad():
+        for case in args.cases:
+            made = bench_case(model, case, args.steps, tuple(args.engines))
+            rows += made
+            print(table(made), flush=True)
+            if args.json is not None:
+                # After every case: a long benchmark that is stopped has not been for nothing.
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                head = {"machine": where, "steps": args.steps, "dtype": args.dtype}
+                data = {**head, "rows": [asdict(row) for row in rows]}
+                args.json.write_text(json.dumps(data, indent=1))
+            if torch.device(args.device).type == "cuda":
+                torch.cuda.empty_cache()
+    print()
+    print(table(rows))
+    return 0 if all(row.equal for row in rows if row.engine != ENGINES[0]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
