@@ -18,6 +18,7 @@ from helpers import (
 )
 
 from graph_cache import GraphCache
+from graph_cache.layout import SequenceLayout
 from graph_cache.tiny import tiny_transformer
 from graph_cache.workload import Workload
 
@@ -217,6 +218,24 @@ def test_the_first_step_is_compared_once(verify, extra, model, attach, capturer,
     assert cache.report().verified == ({} if verify == "never" else {"body": True, "replay": True})
     work.run(STEPS)
     assert native.count("cached") == extra
+
+
+def test_each_kind_of_step_is_compared_once_in_a_process(model, attach, capturer):
+    """Another prompt is of the same kind; another batch, target or a reference is not."""
+    cache = attach(model, capturer=capturer, verify="first", arrangement="shared")
+    wider = SequenceLayout((7,), (), (1, 4, 8))
+    works = [
+        (Workload(model, [TEXT]), True),
+        (Workload(model, [SHORTER_TEXT]), False),
+        (Workload(model, [TEXT], batch=2), True),
+        (Workload(model, [wider]), True),
+        (Workload(model, [ONE_REFERENCE]), True),
+        (Workload(model, [references(2)]), False),
+    ]
+    for work, compared in works:
+        work.run(STEPS)
+        assert cache.report().counts["captured"] == 1
+        assert cache.report().verified == ({"body": True, "replay": True} if compared else {})
 
 
 def test_a_failed_comparison_is_not_taken_for_done(model, attach, monkeypatch):

@@ -377,8 +377,8 @@ def test_the_pipeline(dtype, attach):
     assert cache.nbytes == 0
 
 
-def test_verification_is_off_after_the_first_capture_of_a_process(model, attach):
-    cache = attach(model, verify="first")
+def test_verification_is_off_after_the_first_capture_of_a_kind(model, attach):
+    cache = attach(model, verify="first", arrangement="shared")
     Workload(model, [TEXT]).run(STEPS)
     assert cache.report().verified == {"body": True, "replay": True}
     Workload(model, [SHORTER_TEXT]).run(STEPS)
