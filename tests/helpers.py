@@ -97,3 +97,16 @@ def counters_add_up(report, steps: int, conditionings: int = 1) -> bool:
         sum(counts.values()) == report.calls == steps * conditionings
         and sum(report.eager_reasons.values()) == counts["eager"]
     )
+
+
+def kinds(cache) -> list[str]:
+    """What each call of the last run was."""
+    return [step.kind.value for step in cache.report().steps]
+
+
+def step_of(work, kv_cache, latents, step: int, steps: int) -> torch.Tensor:
+    """One call of a workload's first conditioning, in its caller's own loop."""
+    arguments = work.arguments(0, latents, 1 - step / steps)
+    mode = "cached" if step else "extract"
+    output = work.model(**arguments, kv_cache=kv_cache, kv_cache_mode=mode)[0]
+    return output[:, -latents.shape[1] :]

@@ -92,6 +92,8 @@ class DiffusersAdapter:
         self._weights: list[tuple[dict[str, torch.Tensor], str]] = []
         self._modules: tuple[int, ...] = ()
         self._tuners: list[torch.nn.Module] = []
+        # Looked up once a prefill: a module finds its children slowly, and this is asked each step.
+        self._attentions: list[torch.nn.Module] = []
         self._hook: _Hook | None = None
         self._forward: Callable[..., Any] | None = None
         self._signature = inspect.signature(functools.partial(type(model).forward, model))
@@ -188,7 +190,7 @@ class DiffusersAdapter:
         return self._checks.fallback(call)
 
     def attention(self) -> str:
-        return ",".join(attention_backends(self.model))
+        return ",".join(attention_backends(self._attentions))
 
     # --- layout and buffers ----------------------------------------------------------------
 
@@ -292,6 +294,7 @@ class DiffusersAdapter:
     def refresh_weights(self) -> None:
         modules = list(self.model.modules())
         self._modules = tuple(map(id, modules))
+        self._attentions = [block.attn for block in self.model.transformer_blocks]
         self._tuners = [module for module in modules if is_tuner(module)]
         # The containers, not the tensors: a weight may be replaced, and no reference of ours may
         # keep the old one's memory.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def model_fallbacks(
     for block in model.transformer_blocks:
         if type(block.attn.processor) not in _KNOWN_PROCESSORS:
             yield Fallback("attention_processor", type(block.attn.processor).__name__)
-    for backend in attention_backends(model):
+    for backend in attention_backends([block.attn for block in model.transformer_blocks]):
         if backend not in _TESTED_BACKENDS:
             yield Fallback("attention_backend", backend)
 
@@ -150,12 +150,12 @@ def _parallel_fallbacks(model: QwenImage21Transformer2DModel) -> Iterator[Fallba
             yield Fallback("sequence_parallel")
 
 
-def attention_backends(model: QwenImage21Transformer2DModel) -> list[str]:
-    """Names of the attention backends that the blocks' decode steps would use now, sorted."""
+def attention_backends(attentions: Iterable[torch.nn.Module]) -> list[str]:
+    """Names of the attention backends that the blocks' attention would use now, sorted."""
     active = _AttentionBackendRegistry.get_active_backend()[0]
     backends = {
-        getattr(block.attn.processor, "_attention_backend", None) or active
-        for block in model.transformer_blocks
+        getattr(attention.processor, "_attention_backend", None) or active
+        for attention in attentions
     }
     # Through `value`: the names are an enum of strings, but a plain string may be set too.
     return sorted({str(getattr(backend, "value", backend)) for backend in backends})
