@@ -23,7 +23,7 @@ endif
 .PHONY: demo test lint bench clean
 demo: $(call READY,pipeline)
 	@# Through the environment, so that a prompt may hold quotes.
-	$(PY) -m graph_cache.demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"} \
+	@$(PY) -m graph_cache.demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"} \
 	  $${IMAGE:+--image "$$IMAGE"} $${STEPS:+--steps "$$STEPS"} $${SIZE:+--size "$$SIZE"} \
 	  $${SEED:+--seed "$$SEED"} $${MODE:+--mode "$$MODE"}
 
