@@ -6,9 +6,9 @@
 >>> print(cache.report().table())  # doctest: +SKIP
 """
 
-from graph_cache.manager import GraphCache
-from graph_cache.reasons import REASONS, Fallback, Path, Reason
-from graph_cache.report import RunReport
+from .manager import GraphCache
+from .reasons import REASONS, Fallback, Path, Reason
+from .report import RunReport
 
 __all__ = ["REASONS", "Fallback", "GraphCache", "Path", "Reason", "RunReport"]
 __version__ = "0.1.0"

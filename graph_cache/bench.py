@@ -17,11 +17,11 @@ import diffusers
 import torch
 from diffusers import QwenImage21Transformer2DModel
 
-from graph_cache import GraphCache
-from graph_cache.capture import bitwise_equal
-from graph_cache.loading import load_transformer
-from graph_cache.tiny import random_weights, tiny_transformer
-from graph_cache.workload import Case, Workload
+from . import GraphCache
+from .capture import bitwise_equal
+from .loading import load_transformer
+from .tiny import random_weights, tiny_transformer
+from .workload import Case, Workload
 
 ENGINES = (
     "diffusers",

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from graph_cache.prefix import PrefixBuffers
-from graph_cache.reasons import Fallback
+from .prefix import PrefixBuffers
+from .reasons import Fallback
 
 
 class StaticInputs:

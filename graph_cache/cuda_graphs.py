@@ -19,11 +19,11 @@ from contextlib import contextmanager
 
 import torch
 
-from graph_cache.capture import StaticInputs
-from graph_cache.failed_captures import clean_up, no_more
-from graph_cache.memory import free_bytes, is_async_allocator, trim_graph_memory
-from graph_cache.prefix import PrefixBuffers
-from graph_cache.reasons import Fallback
+from .capture import StaticInputs
+from .failed_captures import clean_up, no_more
+from .memory import free_bytes, is_async_allocator, trim_graph_memory
+from .prefix import PrefixBuffers
+from .reasons import Fallback
 
 _SYNC_WARNING = "synchronizing CUDA operation"
 """Part of what torch warns of in its synchronisation debug mode."""

@@ -18,9 +18,9 @@ import torch
 from diffusers import QwenImage21Pipeline
 from PIL import Image
 
-from graph_cache import GraphCache
-from graph_cache.loading import CheckpointError, load_transformer, read_json
-from graph_cache.tiny import tiny_pipeline
+from . import GraphCache
+from .loading import CheckpointError, load_transformer, read_json
+from .tiny import tiny_pipeline
 
 PROMPT = "two red circles on a blue striped background"
 SIDE_MULTIPLE = 32

@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 import torch
 
-from graph_cache.capture import Capturer
-from graph_cache.cuda_graphs import StreamOrder
-from graph_cache.eligibility import call_fallback
-from graph_cache.entries import Entry, EntryStore, Limits
-from graph_cache.errors import OWN_ERRORS, failure, first_line
-from graph_cache.layout import CacheKey
-from graph_cache.models.base import Adapter, ModelCall, Phase
-from graph_cache.reasons import Fallback, Path
-from graph_cache.report import Kind, RunReport
-from graph_cache.run import Outcome, Run, begin_run, check_model, model_fallbacks
-from graph_cache.settings import numeric_settings
-from graph_cache.steps import StepRunner, Verify
+from .capture import Capturer
+from .cuda_graphs import StreamOrder
+from .eligibility import call_fallback
+from .entries import Entry, EntryStore, Limits
+from .errors import OWN_ERRORS, failure, first_line
+from .layout import CacheKey
+from .models.base import Adapter, ModelCall, Phase
+from .reasons import Fallback, Path
+from .report import Kind, RunReport
+from .run import Outcome, Run, begin_run, check_model, model_fallbacks
+from .settings import numeric_settings
+from .steps import StepRunner, Verify
 
 logger = logging.getLogger("graph_cache")
 

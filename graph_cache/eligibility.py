@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from graph_cache.reasons import Fallback
+from .reasons import Fallback
 
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)

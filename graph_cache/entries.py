@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from graph_cache.capture import CapturedStep, Capturer, StaticInputs
-from graph_cache.layout import CacheKey
-from graph_cache.memory import available_bytes, format_bytes
-from graph_cache.prefix import Arrangement, PrefixBuffers, PrefixShape, preferred_arrangements
-from graph_cache.reasons import Fallback
+from .capture import CapturedStep, Capturer, StaticInputs
+from .layout import CacheKey
+from .memory import available_bytes, format_bytes
+from .prefix import Arrangement, PrefixBuffers, PrefixShape, preferred_arrangements
+from .reasons import Fallback
 
 _PASSING = ("vram_graph", "graph_budget")
 """Reasons against a capture that may be gone by the next run."""

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from graph_cache.reasons import Fallback
+from .reasons import Fallback
 
 logger = logging.getLogger("graph_cache")
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from graph_cache.errors import first_line
-from graph_cache.memory import is_async_allocator
+from .errors import first_line
+from .memory import is_async_allocator
 
 logger = logging.getLogger("graph_cache")
 

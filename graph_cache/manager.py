@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from graph_cache.capture import Capturer
-from graph_cache.cuda_graphs import CudaCapturer
-from graph_cache.dispatcher import Dispatcher, Mode
-from graph_cache.entries import Limits
-from graph_cache.models import adapter_for
-from graph_cache.models.base import Adapter
-from graph_cache.reasons import Fallback
-from graph_cache.report import RunReport
-from graph_cache.steps import Verify
+from .capture import Capturer
+from .cuda_graphs import CudaCapturer
+from .dispatcher import Dispatcher, Mode
+from .entries import Limits
+from .models import adapter_for
+from .models.base import Adapter
+from .reasons import Fallback
+from .report import RunReport
+from .steps import Verify
 
 logger = logging.getLogger("graph_cache")
 

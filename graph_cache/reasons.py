@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graph_cache.reason_table import REASONS, Path, Reason
+from .reason_table import REASONS, Path, Reason
 
 __all__ = ["REASONS", "Fallback", "Path", "Reason"]
 

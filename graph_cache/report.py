@@ -10,8 +10,8 @@ from enum import Enum
 
 import torch
 
-from graph_cache.memory import format_bytes
-from graph_cache.reasons import REASONS, Fallback, Path
+from .memory import format_bytes
+from .reasons import REASONS, Fallback, Path
 
 SCHEMA = 1
 """Version of the report's JSON; raised when a field changes its meaning or goes."""

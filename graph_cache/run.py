@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graph_cache.capture import Capturer
-from graph_cache.errors import OWN_ERRORS, failure
-from graph_cache.layout import SequenceLayout
-from graph_cache.models.base import Adapter, ModelCall, Phase
-from graph_cache.prefix import PrefixBuffers
-from graph_cache.reasons import Fallback, Path
-from graph_cache.report import Conditioning, Kind, RunReport, Step
+from .capture import Capturer
+from .errors import OWN_ERRORS, failure
+from .layout import SequenceLayout
+from .models.base import Adapter, ModelCall, Phase
+from .prefix import PrefixBuffers
+from .reasons import Fallback, Path
+from .report import Conditioning, Kind, RunReport, Step
 
 
 class Outcome(NamedTuple):

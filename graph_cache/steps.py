@@ -6,14 +6,14 @@ from typing import Literal
 
 import torch
 
-from graph_cache.capture import Capturer, bitwise_equal
-from graph_cache.entries import Entry, EntryStore
-from graph_cache.errors import first_line, is_out_of_memory
-from graph_cache.models.base import Adapter, ModelCall
-from graph_cache.reasons import Fallback, Path
-from graph_cache.report import Kind
-from graph_cache.run import Outcome, Run
-from graph_cache.settings import numeric_settings
+from .capture import Capturer, bitwise_equal
+from .entries import Entry, EntryStore
+from .errors import first_line, is_out_of_memory
+from .models.base import Adapter, ModelCall
+from .reasons import Fallback, Path
+from .report import Kind
+from .run import Outcome, Run
+from .settings import numeric_settings
 
 Verify = Literal["first", "always", "never"]
 

@@ -16,7 +16,7 @@ import torch
 from diffusers import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
-from graph_cache.layout import SequenceLayout, grid_tokens
+from .layout import SequenceLayout, grid_tokens
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from graph_cache.eligibility import wrapper_fallback
-from graph_cache.models.base import Adapter
-from graph_cache.reasons import Fallback
+from ..eligibility import wrapper_fallback
+from ..reasons import Fallback
+from .base import Adapter
 
 
 def adapter_for(model: nn.Module) -> Adapter | Fallback:
@@ -32,7 +32,7 @@ def adapter_for(model: nn.Module) -> Adapter | Fallback:
     for cls in type(model).__mro__:
         is_diffusers = cls.__module__.partition(".")[0] == "diffusers"
         if is_diffusers and cls.__name__ == "QwenImage21Transformer2DModel":
-            from graph_cache.models.diffusers import DiffusersAdapter
+            from .diffusers import DiffusersAdapter
 
             return DiffusersAdapter(model)
     return Fallback("not_qwen21", type(model).__name__)

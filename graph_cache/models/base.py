@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from graph_cache.capture import StaticInputs
-from graph_cache.entries import Entry
-from graph_cache.layout import SequenceLayout
-from graph_cache.prefix import PrefixBuffers, PrefixShape
-from graph_cache.reasons import Fallback
+from ..capture import StaticInputs
+from ..entries import Entry
+from ..layout import SequenceLayout
+from ..prefix import PrefixBuffers, PrefixShape
+from ..reasons import Fallback
 
 
 class Phase(Enum):

@@ -22,20 +22,20 @@ from diffusers.models.transformers.transformer_qwenimage21 import (
     QwenImage21Transformer2DModel,
 )
 
-from graph_cache.capture import StaticInputs
-from graph_cache.eligibility import is_tuner, lora_fallback
-from graph_cache.entries import Entry
-from graph_cache.layout import SequenceLayout, grid_tokens
-from graph_cache.models import diffusers_step
-from graph_cache.models.base import ModelCall, Phase
-from graph_cache.models.diffusers_checks import (
+from ..capture import StaticInputs
+from ..eligibility import is_tuner, lora_fallback
+from ..entries import Entry
+from ..layout import SequenceLayout, grid_tokens
+from ..prefix import PrefixBuffers, PrefixShape
+from ..reasons import Fallback
+from . import diffusers_step
+from .base import ModelCall, Phase
+from .diffusers_checks import (
     HOOK_NAME,
     CallChecks,
     attention_backends,
     model_fallbacks,
 )
-from graph_cache.prefix import PrefixBuffers, PrefixShape
-from graph_cache.reasons import Fallback
 
 _TOKENS_PER_SLOT = 4
 """Latent tokens that one image slot of the vision-language sequence stands for (2 x 2)."""

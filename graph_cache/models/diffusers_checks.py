@@ -17,9 +17,9 @@ from diffusers.models.transformers.transformer_qwenimage21 import (
     QwenImage21Transformer2DModel,
 )
 
-from graph_cache.eligibility import module_fallbacks, tensor_fallbacks
-from graph_cache.models.base import ModelCall, Phase
-from graph_cache.reasons import Fallback
+from ..eligibility import module_fallbacks, tensor_fallbacks
+from ..reasons import Fallback
+from .base import ModelCall, Phase
 
 HOOK_NAME = "qwen_image_graph_cache"
 """Name of our hook in diffusers' registry."""

@@ -11,9 +11,9 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Transformer2DModel
 
-from graph_cache.capture import StaticInputs
-from graph_cache.layout import SequenceLayout
-from graph_cache.prefix import PrefixBuffers
+from ..capture import StaticInputs
+from ..layout import SequenceLayout
+from ..prefix import PrefixBuffers
 
 
 def static_inputs(
