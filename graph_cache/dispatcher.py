@@ -62,7 +62,9 @@ class Dispatcher:
     ) -> None:
         self.mode = mode
         self.lock = threading.RLock()
-        self.store = EntryStore(limits, capturer)
+        self.store = EntryStore(
+            limits, capturer, make_room=None if adapter is None else adapter.make_room
+        )
         self.steps = StepRunner(adapter, self.store, capturer, verify)
         self._adapter = adapter
         self._capturer = capturer
@@ -70,6 +72,7 @@ class Dispatcher:
         self._disabled: Fallback | None = None
         self._runs = 0
         self._run: Run | None = None
+        self._open = False
         self._logged: set[str] = set()
 
     @property
@@ -100,6 +103,20 @@ class Dispatcher:
                 report.note(fallback)
         return report
 
+    def open_run(self) -> None:
+        """Begin a run; every call belongs to it until `close_run`.
+
+        For a library that tells where a run begins. Without this, the calls tell.
+        """
+        self._open = True
+        self._run = None
+
+    def close_run(self) -> RunReport:
+        """End the run that was opened, and report it."""
+        report = self.report()
+        self._open = False
+        return report
+
     def part(self) -> None:
         """Give everything back; conditionings in use keep their prefix alone, as without us."""
         owners = [entry.owner() for entry in self.store]
@@ -121,6 +138,7 @@ class Dispatcher:
             report.entries = len(self.store)
             report.buffer_bytes = self.store.buffer_bytes
             report.graph_bytes = self._capturer.nbytes
+            report.peak_bytes = max(report.peak_bytes, self.store.nbytes)
 
     def stop(self) -> None:
         """Let every further call through; one may still be on its way from another thread."""
@@ -132,7 +150,7 @@ class Dispatcher:
             if self._adapter is None:
                 # Detached by another thread, after this call had come in.
                 return call.run_native()
-            if self._run is None or self._run.ends_with(call):
+            if self._run is None or (not self._open and self._run.ends_with(call)):
                 self._runs += 1
                 self._run = begin_run(self._runs, self.mode, self._adapter, call)
             run = self._run
@@ -214,6 +232,8 @@ class Dispatcher:
             return stop
         self.store.touch(entry)
         outcome = self.steps.run(run, call, entry, graphs=self.mode == "auto")
+        if isinstance(outcome, Outcome) and outcome.kind is Kind.CAPTURED:
+            self.measure()
         if isinstance(outcome, Fallback):
             self._disabled = outcome
             self.store.clear()
@@ -232,7 +252,7 @@ class Dispatcher:
             call.dtype,
             call.device,
             call.strides,
-            adapter.attention(),
+            adapter.attention(call),
             numeric_settings(),
         )
         run.report.attention = key.attention
@@ -246,9 +266,14 @@ class Dispatcher:
         if isinstance(entry, Fallback):
             run.stop(call, entry)
             return entry
-        result = adapter.prefill(call, entry.buffers)
+        result, unfilled = adapter.prefill(call, entry.buffers)
+        if unfilled is not None:
+            run.stop(call, unfilled)
+            self.store.drop(entry)
+            return Outcome(result, Kind.PREFILL, Path.NATIVE, unfilled)
         entry.inputs.load(adapter.run_values(call, layout))
         run.describe(call, layout, entry.buffers)
+        self.measure()
         return Outcome(result, Kind.PREFILL, Path.BUFFERS)
 
     def _log(self, fallback: Fallback) -> None:

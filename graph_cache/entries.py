@@ -36,7 +36,9 @@ class Entry:
     run
         Number of the run that registered it.
     warm
-        Whether the decode step has run eagerly.
+        Whether the decode step has run eagerly, so that it can be captured.
+    decoded
+        Whether a decode step has run over the prefix that is in the buffers.
     captured
         The graph, once there is one.
     no_capture
@@ -49,6 +51,7 @@ class Entry:
     owner: weakref.ReferenceType[Any]
     run: int
     warm: bool = False
+    decoded: bool = False
     captured: CapturedStep | None = None
     no_capture: Fallback | None = None
 
@@ -114,10 +117,13 @@ class EntryStore:
         Bounds.
     capturer
         Knows how many bytes the graphs hold.
+    make_room
+        Asks others to leave so many bytes of a device free.
     """
 
     limits: Limits
     capturer: Capturer
+    make_room: Callable[[int, torch.device], None] | None = None
     _entries: list[Entry] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -187,6 +193,7 @@ class EntryStore:
             if entry.no_capture is not None and entry.no_capture.code in _PASSING:
                 entry.no_capture = None
             entry.run = run
+            entry.decoded = False
             self.touch(entry)
             return entry
         self._disown(owner)
@@ -223,6 +230,7 @@ class EntryStore:
     def _make_room(self, need: int, device: torch.device, run: int) -> Fallback | None:
         """Evict until ``need`` more bytes fit; the reason why they never will, otherwise."""
         limits = self.limits
+        asked = self.make_room is None
         while True:
             available = available_bytes(device, self.capturer.nbytes)
             if limits.max_bytes is not None and self.nbytes + need > limits.max_bytes:
@@ -239,7 +247,10 @@ class EntryStore:
                 )
             else:
                 return None
-            if not self._evict(run):
+            if short.code == "vram" and not asked:
+                self.make_room(need + limits.headroom_bytes, device)
+                asked = True
+            elif not self._evict(run):
                 return short
 
     def _evict(self, run: int) -> bool:

@@ -83,7 +83,18 @@ class GraphCache:
             If an option has no such value, or a cache is attached to the model already.
         """
         limits = Limits(max_entries, max_bytes, headroom_bytes, arrangement)
-        found = adapter_for(model)
+        return cls.over(adapter_for(model), limits, mode, verify, capturer)
+
+    @classmethod
+    def over(
+        cls,
+        found: Adapter | Fallback,
+        limits: Limits,
+        mode: Mode = "auto",
+        verify: Verify = "first",
+        capturer: Capturer | None = None,
+    ) -> GraphCache:
+        """As `attach`, over an adapter that is made already, or the reason why there is none."""
         adapter = None if isinstance(found, Fallback) else found
         dispatcher = Dispatcher(adapter, mode, verify, limits, capturer or CudaCapturer())
         if adapter is None:
@@ -128,6 +139,24 @@ class GraphCache:
             if self._why_not is not None:
                 report.note(self._why_not)
             return report
+
+    @property
+    def limits(self) -> Limits:
+        """Bounds of what is held; may be changed between runs."""
+        return self._dispatcher.store.limits
+
+    def open_run(self) -> None:
+        """Begin a run; every call belongs to it until `close_run`.
+
+        For a library that tells where a run begins. Without this, the calls tell.
+        """
+        with self._dispatcher.lock:
+            self._dispatcher.open_run()
+
+    def close_run(self) -> RunReport:
+        """End the run that was opened, and report it. What it holds stays."""
+        with self._dispatcher.lock:
+            return self._dispatcher.close_run()
 
     def release_graphs(self) -> None:
         """Give the graphs' memory back; the buffers stay, the next run captures anew."""

@@ -1,4 +1,4 @@
-"""Every reason for which a call does not replay a CUDA graph, in one table.
+"""The reasons for which a call does not replay a CUDA graph, whichever library runs the model.
 
 A reason has a stable code (for JSON, tests and documentation), the best path that stays open,
 a sentence for the user and a hint what to do about it. Nothing else in the project writes
@@ -45,7 +45,7 @@ class Reason:
     expected: bool = False
 
 
-_TABLE = (
+ROWS = (
     # --- the normal course of a run -------------------------------------------------------
     Reason(
         "warm_up",
@@ -314,5 +314,3 @@ _TABLE = (
         "Please report the message.",
     ),
 )
-
-REASONS: dict[str, Reason] = {reason.code: reason for reason in _TABLE}

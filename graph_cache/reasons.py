@@ -1,12 +1,17 @@
-"""A reason as it was met in a run."""
+"""All reasons in one table, and a reason as it was met in a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .reason_table import REASONS, Path, Reason
+from . import reason_rows_comfyui, reason_table
+from .reason_table import Path, Reason
 
 __all__ = ["REASONS", "Fallback", "Path", "Reason"]
+
+REASONS: dict[str, Reason] = {
+    reason.code: reason for reason in (*reason_table.ROWS, *reason_rows_comfyui.ROWS)
+}
 
 
 @dataclass(frozen=True)

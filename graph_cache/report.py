@@ -110,7 +110,9 @@ class RunReport:
     captures, capture_seconds
         Graphs captured in this run, and the time that took, the GPU being idle.
     entries, buffer_bytes, graph_bytes
-        What the cache holds, over all runs.
+        What the cache holds now, over all runs.
+    peak_bytes
+        The most that buffers and graphs held during the run.
     verified
         Bitwise comparisons made in this run: "body" with the model's own cached step, "replay"
         with the body.
@@ -134,6 +136,7 @@ class RunReport:
     entries: int = 0
     buffer_bytes: int = 0
     graph_bytes: int = 0
+    peak_bytes: int = 0
     verified: dict[str, bool] = field(default_factory=dict)
     error: str | None = None
 
@@ -198,6 +201,7 @@ class RunReport:
             "entries": self.entries,
             "buffer_bytes": self.buffer_bytes,
             "graph_bytes": self.graph_bytes,
+            "peak_bytes": self.peak_bytes,
             "verified": self.verified,
             "error": self.error,
         }

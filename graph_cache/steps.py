@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from .run import Outcome, Run
 from .settings import numeric_settings
 
 Verify = Literal["first", "always", "never"]
+Body = Callable[[], torch.Tensor]
 
 _BEFORE_A_CAPTURE = ("warm_up", "weights_changed")
 """Reasons of eager steps that the next step will capture, unless something speaks against it."""
@@ -88,60 +90,80 @@ class StepRunner:
         RuntimeError
             Whatever the step raised, running out of memory included.
         """
-        adapter, inputs = self._adapter, entry.inputs
-        inputs.load(adapter.step_values(call, entry.key.layout))
-        why = self._eager_reason(run, entry, graphs)
-        kind = Kind.REPLAYED
-        if why is None and entry.captured is None:
-            kind = Kind.CAPTURED
-            why = self._capture(run, entry)
+        entry.inputs.load(self._adapter.step_values(call, entry.key.layout))
+        body = self._adapter.body(call, entry)
+        outcome = self._graph(run, call, entry, body, graphs)
+        if isinstance(outcome, Fallback):
+            outcome = self._eager(run, call, entry, body, outcome)
+        return outcome
+
+    def _graph(
+        self, run: Run, call: ModelCall, entry: Entry, body: Body, graphs: bool
+    ) -> Outcome | Fallback:
+        """Replay a step, captured first where it has to be; or why it has to run eagerly."""
+        why = self._eager_reason(run, call, entry, graphs)
         if why is not None:
-            return self._eager(run, call, entry, why)
-        if kind is Kind.REPLAYED:
-            entry.captured.replay()
+            return why
+        # Until the replay is enqueued. An eager step must not hold its weights: the model's
+        # library may have to move some to make room for others.
+        with self._adapter.resident() as away:
+            if away is not None:
+                entry.release_graph()
+                return away
+            if entry.captured is not None and entry.captured.weights != self._adapter.weights():
+                entry.release_graph()
+                return Fallback("weights_changed")
+            if not entry.warm:
+                return Fallback("warm_up")
+            kind = Kind.REPLAYED
+            if entry.captured is None:
+                kind = Kind.CAPTURED
+                why = self._capture(run, entry, body)
+                if why is not None:
+                    return why
+            else:
+                entry.captured.replay()
         # Copied out before anybody else can replay into the static output.
-        output = inputs.output.clone()
-        if kind is Kind.CAPTURED and not self._replay_is_exact(run, entry, output):
+        output = entry.inputs.output.clone()
+        if kind is Kind.CAPTURED and not self._replay_is_exact(run, entry, body, output):
             self._no_graphs = Fallback("parity_graph")
             self._store.release_graphs()
-            return self._eager(run, call, entry, self._no_graphs)
-        return Outcome(adapter.wrap(call, output), kind, Path.GRAPH)
+            return self._no_graphs
+        return Outcome(self._adapter.wrap(call, output), kind, Path.GRAPH)
 
-    def _eager(self, run: Run, call: ModelCall, entry: Entry, why: Fallback) -> Outcome | Fallback:
-        adapter, inputs, buffers = self._adapter, entry.inputs, entry.buffers
+    def _eager(
+        self, run: Run, call: ModelCall, entry: Entry, body: Body, why: Fallback
+    ) -> Outcome | Fallback:
         if why.code in _BEFORE_A_CAPTURE:
-            output, entry.no_capture = self._capturer.rehearse(
-                lambda: adapter.decode(inputs, buffers)
-            )
+            output, entry.no_capture = self._capturer.rehearse(body)
         else:
-            output = adapter.decode(inputs, buffers)
+            output = body()
         if not self._body_is_exact(run, call, entry, output):
             return Fallback("parity", f"{run.report.dtype} on {run.report.device}")
-        entry.warm = True
-        return Outcome(adapter.wrap(call, output), Kind.EAGER, Path.BUFFERS, why)
+        if not entry.decoded:
+            self._adapter.settle(call)
+        entry.warm = entry.decoded = True
+        return Outcome(self._adapter.wrap(call, output), Kind.EAGER, Path.BUFFERS, why)
 
-    def _eager_reason(self, run: Run, entry: Entry, graphs: bool) -> Fallback | None:
-        """Why a step may neither be replayed nor captured."""
+    def _eager_reason(
+        self, run: Run, call: ModelCall, entry: Entry, graphs: bool
+    ) -> Fallback | None:
+        """What speaks against a graph, wherever the weights are."""
         if not graphs:
             return Fallback("mode_buffers")
         for fallback in (self._no_graphs, *run.fallbacks, entry.no_capture):
             if fallback is not None and fallback.path is Path.BUFFERS:
                 return fallback
         key = entry.key
-        if (self._adapter.attention(), numeric_settings()) != (key.attention, key.settings):
+        if (self._adapter.attention(call), numeric_settings()) != (key.attention, key.settings):
             return Fallback("settings_changed")
-        if entry.captured is not None and entry.captured.weights != self._adapter.weights():
-            entry.release_graph()
-            return Fallback("weights_changed")
-        return None if entry.warm else Fallback("warm_up")
+        return None
 
-    def _capture(self, run: Run, entry: Entry) -> Fallback | None:
+    def _capture(self, run: Run, entry: Entry, body: Body) -> Fallback | None:
         """Capture an entry's step; the reason why there is no graph, if there is none."""
-        adapter, inputs, buffers = self._adapter, entry.inputs, entry.buffers
+        adapter, inputs = self._adapter, entry.inputs
         try:
-            entry.captured = self._capturer.capture(
-                lambda: adapter.decode(inputs, buffers), inputs, buffers, adapter.weights()
-            )
+            entry.captured = self._capturer.capture(body, inputs, entry.buffers, adapter.weights())
         except RuntimeError as error:
             # What CUDA and torch raise. Only the text outlives this block: the traceback holds
             # tensors of the failed capture.
@@ -164,11 +186,11 @@ class StepRunner:
         equal = bitwise_equal(self._adapter.unwrap(call.run_native()), output)
         return self._note("body", run, entry, equal)
 
-    def _replay_is_exact(self, run: Run, entry: Entry, output: torch.Tensor) -> bool:
+    def _replay_is_exact(self, run: Run, entry: Entry, body: Body, output: torch.Tensor) -> bool:
         """Compare a replay with the same step run eagerly, if that is due; an extra step."""
         if not self._due("replay", run, entry):
             return True
-        equal = bitwise_equal(self._adapter.decode(entry.inputs, entry.buffers), output)
+        equal = bitwise_equal(body(), output)
         return self._note("replay", run, entry, equal)
 
     def _check(self, check: str, run: Run, entry: Entry) -> tuple:

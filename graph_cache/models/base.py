@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -74,8 +75,8 @@ class Adapter(Protocol):
     def call_fallback(self, call: ModelCall) -> Fallback | None:
         """What about this one call stands against the cache; asked at every call."""
 
-    def attention(self) -> str:
-        """Name of the attention function that a decode step would call now."""
+    def attention(self, call: ModelCall) -> str:
+        """Name of the attention function that a decode step of a call would use now."""
 
     def layout(self, call: ModelCall) -> SequenceLayout | Fallback:
         """The sequence of a prefill call, or why it is not one we know."""
@@ -92,17 +93,27 @@ class Adapter(Protocol):
     def step_values(self, call: ModelCall, layout: SequenceLayout) -> Mapping[str, torch.Tensor]:
         """The static inputs that change at every step."""
 
-    def prefill(self, call: ModelCall, buffers: PrefixBuffers) -> Any:
+    def prefill(self, call: ModelCall, buffers: PrefixBuffers) -> tuple[Any, Fallback | None]:
         """Run the model's own prefill, its prefix K/V going into the buffers.
 
-        Afterwards the model's own path can still decode from the call's conditioning.
+        Afterwards the model's own path can still decode from the call's conditioning. Beside the
+        model's result stands why the buffers could not be filled, if they could not.
         """
+
+    def settle(self, call: ModelCall) -> None:
+        """Let go of what the model itself keeps of a prefix that our decode step now reads."""
 
     def decode_fallback(self, call: ModelCall, entry: Entry) -> Fallback | None:
         """Why a decode call does not fit the entry of its conditioning, if it does not."""
 
-    def decode(self, inputs: StaticInputs, buffers: PrefixBuffers) -> torch.Tensor:
-        """One decode step over static tensors alone: no host sync, safe to capture."""
+    def body(self, call: ModelCall, entry: Entry) -> Callable[[], torch.Tensor]:
+        """One decode step over an entry's static tensors alone: no host sync, safe to capture.
+
+        A graph keeps it, so it holds nothing of the call that is large or changes.
+        """
+
+    def resident(self) -> AbstractContextManager[Fallback | None]:
+        """Keep all weights where they are on the device, or say why they are not there."""
 
     def wrap(self, call: ModelCall, output: torch.Tensor) -> Any:
         """A decode step's output in the form that the caller of the model expects."""
@@ -118,3 +129,6 @@ class Adapter(Protocol):
 
     def weights(self) -> tuple:
         """Fingerprint of modules and weights: identities, addresses. Called before every replay."""
+
+    def make_room(self, nbytes: int, device: torch.device) -> None:
+        """Ask whoever else can give device memory back to leave so many bytes free."""

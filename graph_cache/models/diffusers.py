@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ class DiffusersAdapter:
                 return stop
         return self._checks.fallback(call)
 
-    def attention(self) -> str:
+    def attention(self, call: ModelCall) -> str:
         return ",".join(attention_backends(self._attentions))
 
     # --- layout and buffers ----------------------------------------------------------------
@@ -242,11 +243,14 @@ class DiffusersAdapter:
 
     # --- the two phases --------------------------------------------------------------------
 
-    def prefill(self, call: ModelCall, buffers: PrefixBuffers) -> Any:
+    def prefill(self, call: ModelCall, buffers: PrefixBuffers) -> tuple[Any, Fallback | None]:
         output = call.run_native(kv_cache=_PrefixSink(buffers))
         for index, layer in enumerate(call.conditioning.layer_caches):
             layer.store(*buffers.prefix(index))
-        return output
+        return output, None
+
+    def settle(self, call: ModelCall) -> None:
+        """The pipeline's K/V cache holds views of our buffers, so there is nothing to let go of."""
 
     def part(self, conditioning: QwenImage21KVCache) -> None:
         for layer in conditioning.layer_caches:
@@ -278,8 +282,11 @@ class DiffusersAdapter:
                 return Fallback("prefix_replaced")
         return None
 
-    def decode(self, inputs: StaticInputs, buffers: PrefixBuffers) -> torch.Tensor:
-        return diffusers_step.decode(self.model, inputs, buffers)
+    def body(self, call: ModelCall, entry: Entry) -> Callable[[], torch.Tensor]:
+        return functools.partial(diffusers_step.decode, self.model, entry.inputs, entry.buffers)
+
+    def resident(self) -> AbstractContextManager[Fallback | None]:
+        return nullcontext()
 
     def wrap(self, call: ModelCall, output: torch.Tensor) -> Any:
         if call.arguments["return_dict"]:
@@ -309,3 +316,6 @@ class DiffusersAdapter:
     def weights(self) -> tuple:
         addresses = [container[name].data_ptr() for container, name in self._weights]
         return (self._modules, tuple(addresses))
+
+    def make_room(self, nbytes: int, device: torch.device) -> None:
+        """Nobody here manages the device's memory."""

@@ -1,0 +1,296 @@
+"""Adapter for ComfyUI's native `QwenImage21Transformer2DModel`.
+
+ComfyUI calls the model with all conditionings' content at every step. What tells them apart are
+the identities that a sampling run gives its conditionings (``transformer_options["uuids"]``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...capture import StaticInputs
+from ...entries import Entry
+from ...layout import SequenceLayout
+from ...prefix import PrefixBuffers, PrefixShape
+from ...reasons import Fallback
+from ..base import ModelCall, Phase
+from . import core, step
+from .checks import (
+    RunContext,
+    attention_fallbacks,
+    attention_names,
+    call_fallback,
+    model_fallbacks,
+    run_fallbacks,
+)
+from .prefill import PrefixTap
+from .residency import Residency
+
+_NOT_FOR_A_STEP = ("wrappers", "callbacks")
+"""Entries of ``transformer_options`` that no block reads and no graph should keep alive."""
+
+
+@dataclass(eq=False)
+class Conditioning:
+    """One conditioning of a run, or several in one batch.
+
+    Attributes
+    ----------
+    content
+        Prompt embedding and reference latents of the prefill, until they have been compared.
+    problem
+        Why it cannot be trusted any more.
+    """
+
+    content: list[torch.Tensor] = field(repr=False)
+    problem: Fallback | None = None
+
+
+class ComfyUIAdapter:
+    """See `graph_cache.models.base.Adapter`.
+
+    Parameters
+    ----------
+    model
+        The native transformer.
+    """
+
+    name = "comfyui"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._handle: Callable[[], Callable[[ModelCall], Any] | None] = lambda: None
+        self._residency = Residency(model)
+        self._context: RunContext | None = None
+        self._conditionings: dict[tuple, Conditioning] = {}
+
+    # --- the door --------------------------------------------------------------------------
+
+    def attach(self, handle: Callable[[ModelCall], Any]) -> None:
+        """Where `receive` sends calls; ComfyUI's model itself is not touched."""
+        # Weak: a cycle would keep the model's weights until some collection of garbage.
+        self._handle = weakref.WeakMethod(handle)
+
+    def detach(self) -> None:
+        self._handle = lambda: None
+        self.end_run()
+
+    def begin_run(self, context: RunContext) -> None:
+        """Open a sampling run."""
+        self._context = context
+        self._conditionings.clear()
+
+    def end_run(self) -> None:
+        """Close it: whatever belonged to it may go."""
+        self._context = None
+        self._conditionings.clear()
+
+    def receive(self, native: Callable[..., Any], args: tuple, kwargs: dict, inner: str) -> Any:
+        """Take one call of the model.
+
+        Parameters
+        ----------
+        native
+            Runs the model's own path.
+        args, kwargs
+            As ComfyUI passes them.
+        inner
+            Names the wrappers that stand between us and the model; empty if there are none.
+        """
+        handle = self._handle()
+        call = None if handle is None else self._read(native, args, kwargs, inner)
+        return native(*args, **kwargs) if call is None else handle(call)
+
+    def _read(
+        self, native: Callable[..., Any], args: tuple, kwargs: dict, inner: str
+    ) -> ModelCall | None:
+        """A call in the manager's terms; None if its arguments are not the model's."""
+        if len(args) != 6 or not isinstance(args[5], dict):
+            return None
+        latent, timestep, context, references, slots, options = args
+        if not isinstance(latent, torch.Tensor) or latent.ndim != 4:
+            return None
+        if not isinstance(context, torch.Tensor) or context.ndim != 3:
+            return None
+        references, slots = list(references or []), list(slots or [])
+        arguments = {
+            "latent": latent,
+            "timestep": timestep,
+            "context": context,
+            "references": references,
+            "slots": slots,
+            "transformer_options": options,
+            "further": kwargs,
+            "inner_wrappers": inner,
+        }
+
+        def run_native() -> Any:
+            # The model writes into its options.
+            return native(*args[:5], {**options}, **kwargs)
+
+        identity = (
+            *(tuple(options.get("uuids", ())), tuple(options.get("cond_or_uncond", ()))),
+            *(latent.shape, latent.dtype, latent.device, context.shape, context.dtype),
+            *(tuple(reference.shape for reference in references), tuple(slots)),
+        )
+        conditioning = self._conditionings.get(identity)
+        phase = Phase.PREFILL if conditioning is None else Phase.DECODE
+        if conditioning is None:
+            conditioning = Conditioning([context, *references])
+            self._conditionings[identity] = conditioning
+        return ModelCall(
+            phase=phase,
+            conditioning=conditioning,
+            device=latent.device,
+            dtype=latent.dtype,
+            batch=latent.shape[0],
+            strides=latent.stride(),
+            arguments=arguments,
+            run_native=run_native,
+        )
+
+    # --- what stops us ---------------------------------------------------------------------
+
+    def fallbacks(self, call: ModelCall | None) -> Iterable[Fallback]:
+        if self._context is not None:
+            yield from run_fallbacks(self._context)
+        self._residency.refresh()
+        device = None if call is None else call.device
+        yield from model_fallbacks(self.model, self._residency, device)
+        if call is not None:
+            yield from attention_fallbacks(self.model, call.arguments["transformer_options"])
+
+    def call_fallback(self, call: ModelCall) -> Fallback | None:
+        conditioning = call.conditioning
+        if conditioning.problem is None:
+            conditioning.problem = self._changed(call)
+        return conditioning.problem or call_fallback(call.arguments)
+
+    def _changed(self, call: ModelCall) -> Fallback | None:
+        """Whether a conditioning's content is another one than at the prefill; asked once a run.
+
+        One host sync, at the first decode step. ComfyUI's identities stand for the conditionings
+        that a run was given, but other nodes can replace what is in them from step to step.
+        """
+        conditioning, arguments = call.conditioning, call.arguments
+        if call.phase is not Phase.DECODE or not conditioning.content:
+            return None
+        now = [arguments["context"], *arguments["references"]]
+        changed = [
+            index
+            for index, (then, other) in enumerate(zip(conditioning.content, now))
+            if not torch.equal(then, other)
+        ]
+        conditioning.content = []
+        if not changed:
+            return None
+        what = "the prompt" if 0 in changed else f"reference {changed[0]}"
+        return Fallback("conditioning_changed", what)
+
+    def attention(self, call: ModelCall) -> str:
+        return ",".join(attention_names(self.model, call.arguments["transformer_options"]))
+
+    # --- layout and buffers ----------------------------------------------------------------
+
+    def layout(self, call: ModelCall) -> SequenceLayout | Fallback:
+        text = call.arguments["context"].shape[1]
+        grids = [(1, *map(int, image.shape[-2:])) for image in call.arguments["references"]]
+        target = (1, *map(int, call.arguments["latent"].shape[-2:]))
+        # As the model completes and cuts them.
+        slots = [*call.arguments["slots"], *[text] * len(grids)][: len(grids)]
+        bounds = [0, *slots, text]
+        runs = tuple(end - start for start, end in itertools.pairwise(bounds))
+        try:
+            layout = SequenceLayout(runs, tuple(grids), target)
+        except ValueError as error:
+            return Fallback("layout_unsupported", str(error))
+        if not layout.prefix_tokens:
+            return Fallback("layout_unsupported", "no text and no references")
+        return layout
+
+    def prefix_shape(self, call: ModelCall, layout: SequenceLayout) -> PrefixShape:
+        blocks = self.model.transformer_blocks
+        heads = blocks[0].attn.heads
+        return PrefixShape(
+            layers=len(blocks),
+            batch=call.batch,
+            prefix=layout.prefix_tokens,
+            target=layout.target_tokens,
+            heads=heads,
+            head_dim=self.model.inner_dim // heads,
+            dtype=call.dtype,
+        )
+
+    def static_inputs(self, call: ModelCall, layout: SequenceLayout) -> StaticInputs:
+        arguments = call.arguments
+        return step.static_inputs(arguments["latent"], arguments["timestep"], self._rope(call))
+
+    def run_values(self, call: ModelCall, layout: SequenceLayout) -> Mapping[str, torch.Tensor]:
+        return {"rope": self._rope(call)}
+
+    def _rope(self, call: ModelCall) -> torch.Tensor:
+        names = ("latent", "context", "references", "slots")
+        return step.target_rope(self.model, *(call.arguments[name] for name in names))
+
+    def step_values(self, call: ModelCall, layout: SequenceLayout) -> Mapping[str, torch.Tensor]:
+        return {name: call.arguments[name] for name in ("latent", "timestep")}
+
+    # --- the two phases --------------------------------------------------------------------
+
+    def prefill(self, call: ModelCall, buffers: PrefixBuffers) -> tuple[Any, Fallback | None]:
+        with PrefixTap(self.model.transformer_blocks, buffers) as tap:
+            output = call.run_native()
+        return output, Fallback("structure_unknown", tap.problem) if tap.problem else None
+
+    def settle(self, call: ModelCall) -> None:
+        """Drop the model's own copy of the prefix; it makes another if it has to decode itself."""
+        if self.model.prefix_cache is not None:
+            self.model.reset_prefix_cache(self.model.prefix_cache_enabled)
+
+    def decode_fallback(self, call: ModelCall, entry: Entry) -> Fallback | None:
+        # All else is part of the conditioning's identity.
+        if call.strides != entry.key.strides:
+            return Fallback("layout_changed", f"latents with strides {call.strides}")
+        timestep = call.arguments["timestep"]
+        if tuple(timestep.shape) != (call.batch,):
+            return Fallback("layout_changed", f"timestep of {tuple(timestep.shape)}")
+        return None
+
+    def body(self, call: ModelCall, entry: Entry) -> Callable[[], torch.Tensor]:
+        given = call.arguments["transformer_options"]
+        options = {name: value for name, value in given.items() if name not in _NOT_FOR_A_STEP}
+        return functools.partial(
+            step.decode, self.model, entry.inputs, entry.buffers, options, self._residency
+        )
+
+    def wrap(self, call: ModelCall, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    def unwrap(self, result: Any) -> torch.Tensor:
+        return result
+
+    def part(self, conditioning: object) -> None:
+        """The model keeps no prefix of ours."""
+
+    # --- weights ---------------------------------------------------------------------------
+
+    def refresh_weights(self) -> None:
+        """`fallbacks` has just done it."""
+
+    def resident(self) -> AbstractContextManager[Fallback | None]:
+        return self._residency.resident()
+
+    def weights(self) -> tuple:
+        return self._residency.fingerprint()
+
+    def make_room(self, nbytes: int, device: torch.device) -> None:
+        core.free_others(nbytes, device, self.model)

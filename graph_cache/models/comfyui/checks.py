@@ -1,0 +1,244 @@
+"""What about ComfyUI's native model, a run of it, or one call stands against the cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...eligibility import module_fallbacks
+from ...reasons import Fallback
+from . import core
+from .residency import Residency
+from .step import modulation_parts
+
+# What the decode step touches. A model without exactly these is not one we know.
+_MODEL_CHILDREN = {
+    *("time_text_embed", "txt_in", "img_in", "modulation"),
+    *("transformer_blocks", "norm_out", "proj_out"),
+}
+_MODEL_METHODS = ("_forward", "build_sequence", "reset_prefix_cache")
+_FORWARD_ARGUMENTS = {"x", "context", "ref_latents", "image_slots", "transformer_options"}
+_BLOCK_ARGUMENTS = ["x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options"]
+
+_PLAIN_DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+_LAYOUTS = ("TensorWiseINT8Layout",)
+"""Quantised layouts that were replayed bit for bit (docs/reliability.md)."""
+_ATTENTION = ("attention_pytorch", "attention_flash", "attention_comfy_kitchen_int8")
+"""Attention functions that decide nothing by the memory that is free."""
+
+_CALL_OPTIONS = {
+    "context_window": "context_windows",
+    "multigpu_thread_device": "multi_gpu",
+}
+"""Entries of ``transformer_options`` that no replay can honour."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What the sampler runs with.
+
+    Attributes
+    ----------
+    patcher
+        ComfyUI's ModelPatcher of the run.
+    options
+        Its ``model_options``.
+    steps
+        Steps of the schedule; None where they cannot be told.
+    min_steps
+        Fewer steps than these are not worth it.
+    """
+
+    patcher: Any
+    options: Mapping[str, Any]
+    steps: int | None
+    min_steps: int
+
+
+def is_native_model(model: object) -> bool:
+    """Whether a model is ComfyUI's native Qwen-Image-2.1, by its class's name and methods."""
+    names = [cls.__name__ for cls in type(model).__mro__]
+    return "QwenImage21Transformer2DModel" in names and hasattr(model, "build_sequence")
+
+
+def run_fallbacks(context: RunContext) -> Iterator[Fallback]:
+    """What holds for a whole run, from the sampler's point of view."""
+    patcher, options = context.patcher, context.options
+    if context.steps is not None and context.steps < context.min_steps:
+        yield Fallback("short_run", f"{context.steps} steps, min_steps={context.min_steps}")
+    hooks = getattr(patcher, "hook_patches", None) or getattr(patcher, "forced_hooks", None)
+    if hooks or options.get("registered_hooks"):
+        yield Fallback("weight_hooks")
+    if getattr(patcher, "injections", None):
+        yield Fallback("injections", ", ".join(map(str, patcher.injections)))
+    if getattr(patcher, "weight_wrapper_patches", None):
+        yield Fallback("weight_wrappers", _some(patcher.weight_wrapper_patches))
+    patched = [key for key in getattr(patcher, "object_patches", ()) if _concerns_model(key)]
+    if patched:
+        yield Fallback("object_patches", _some(patched))
+    wrappers = options.get("transformer_options", {}).get("wrappers", {})
+    if "torch.compile" in _keys(wrappers) or "torch_compile_kwargs" in options:
+        yield Fallback("compiled", "by a node")
+    if options.get("multigpu_clones"):
+        yield Fallback("multi_gpu", f"{len(options['multigpu_clones'])} devices")
+
+
+def model_fallbacks(
+    model: nn.Module, residency: Residency, device: torch.device | None
+) -> Iterator[Fallback]:
+    """What holds until the next prefill; without a device, whatever can be said before a call."""
+    structure = list(_structure_fallbacks(model))
+    yield from structure
+    if structure:
+        # The checks below walk over what is not there.
+        return
+    yield from module_fallbacks(model, own_hook="")
+    if any(hasattr(block, "_comfy_graph") for block in model.transformer_blocks):
+        yield Fallback("core_graphs")
+    if core.graphs_disabled():
+        yield Fallback("graphs_disabled")
+    yield from _weight_fallbacks(model, residency, device)
+
+
+def _structure_fallbacks(model: nn.Module) -> Iterator[Fallback]:
+    missing = _MODEL_CHILDREN - {name for name, _ in model.named_children()}
+    missing |= {name for name in _MODEL_METHODS if not hasattr(model, name)}
+    if missing:
+        yield Fallback("structure_unknown", f"the model has no {', '.join(sorted(missing))}")
+        return
+    arguments = inspect.signature(type(model).forward).parameters
+    missing = _FORWARD_ARGUMENTS - set(arguments)
+    if missing:
+        yield Fallback("structure_unknown", f"forward takes no {', '.join(sorted(missing))}")
+    blocks = {type(block) for block in model.transformer_blocks}
+    if len(blocks) != 1:
+        yield Fallback("structure_unknown", f"blocks of {len(blocks)} classes")
+        return
+    block = blocks.pop()
+    if list(inspect.signature(block.forward).parameters)[1:] != _BLOCK_ARGUMENTS:
+        yield Fallback("structure_unknown", f"{block.__name__} takes other arguments")
+    elif modulation_parts(block) not in (4, 5):
+        yield Fallback("structure_unknown", f"{block.__name__} takes another modulation")
+    if model.proj_out.weight.shape[0] != model.out_channels:
+        # Several heads in one, chosen by the noise level.
+        yield Fallback("structure_unknown", "proj_out has more rows than the model has channels")
+
+
+def _weight_fallbacks(
+    model: nn.Module, residency: Residency, device: torch.device | None
+) -> Iterator[Fallback]:
+    functions = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "weight_function", None) or getattr(module, "bias_function", None)
+    ]
+    if functions:
+        yield Fallback("weight_functions", _some(functions))
+    places = {tensor.device for tensor in residency.tensors()}
+    if device is not None and places - {device}:
+        yield Fallback("weights_streamed", f"weights on {_some(sorted(map(str, places)))}")
+    for tensor in model.parameters():
+        layout = getattr(tensor, "_layout_cls", None)
+        if layout is not None:
+            name = getattr(layout, "__name__", str(layout))
+            if name not in _LAYOUTS:
+                yield Fallback("weight_type", name)
+        elif type(tensor) not in (torch.Tensor, nn.Parameter):
+            yield Fallback("weight_type", type(tensor).__name__)
+        elif tensor.is_floating_point() and tensor.dtype not in _PLAIN_DTYPES:
+            yield Fallback("weight_type", str(tensor.dtype).removeprefix("torch."))
+
+
+def attention_fallbacks(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Fallback]:
+    """What about the choice of attention speaks against a graph."""
+    for name in attention_names(model, options):
+        if name.startswith("override "):
+            yield Fallback("attention_override", name.removeprefix("override "))
+        elif name not in _ATTENTION:
+            yield Fallback("attention_backend", name.removeprefix("attention_"))
+
+
+def attention_names(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
+    """Names of the attention functions that the blocks would use with these options, sorted.
+
+    An override stands in for all of them. One that ComfyUI's own
+    ``set_model_optimized_attention`` has made stands for the function in it; any other for itself.
+    """
+    override = options.get("optimized_attention_override")
+    if override is not None:
+        cells = getattr(override, "__closure__", None) or ()
+        inside = [getattr(cell.cell_contents, "__name__", "") for cell in cells]
+        if "set_model_optimized_attention" in override_name(override) and len(inside) == 1:
+            return inside
+        return [f"override {override_name(override)}"]
+    chosen = {core.optimized_attention().__name__}
+    for block in model.transformer_blocks:
+        own = getattr(getattr(block.attn, "comfy_attention", None), "function", None)
+        if own is not None:
+            chosen.add(own.__name__)
+    return sorted(chosen)
+
+
+def override_name(override: Any) -> str:
+    """A function's qualified name, or its class's."""
+    return getattr(override, "__qualname__", type(override).__name__)
+
+
+def call_fallback(arguments: Mapping[str, Any]) -> Fallback | None:
+    """What about one call stands against the cache; cheap enough for every step."""
+    options = arguments["transformer_options"]
+    if arguments["inner_wrappers"]:
+        return Fallback("other_wrappers", arguments["inner_wrappers"])
+    if "uuids" not in options or "cond_or_uncond" not in options:
+        return Fallback("structure_unknown", "calls without identities of their conditionings")
+    patches = _block_patches(options)
+    if patches:
+        return Fallback("block_patches", _some(patches))
+    for name, code in _CALL_OPTIONS.items():
+        if options.get(name) is not None:
+            return Fallback(code, name)
+    if arguments["further"].get("control") is not None:
+        return Fallback("controlnet")
+    if arguments["further"].get("attention_mask") is not None:
+        return Fallback("padded_text")
+    cache = options.get("qwen_image21_cache") or {}
+    if cache.get("device") == "off":
+        return Fallback("native_cache_off")
+    if cache.get("device") == "cpu":
+        return Fallback("native_cache_host")
+    if cache.get("dtype", "default") != "default":
+        return Fallback("kv_quantized", cache["dtype"])
+    if core.in_training():
+        return Fallback("training")
+    return Fallback("memory_recorder") if core.memory_recorder_active() else None
+
+
+def _block_patches(options: Mapping[str, Any]) -> list[str]:
+    found = [f"{name} patch" for name, patches in options.get("patches", {}).items() if patches]
+    found += [f"{name} replaced" for name, patches in _replaced(options) if patches]
+    return found
+
+
+def _replaced(options: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return options.get("patches_replace", {}).items()
+
+
+def _keys(wrappers: Mapping[str, Mapping[str, Any]]) -> set[Any]:
+    return {key for by_key in wrappers.values() for key, listed in by_key.items() if listed}
+
+
+def _concerns_model(key: str) -> bool:
+    return key.startswith("diffusion_model")
+
+
+def _some(names: Iterable[Any]) -> str:
+    listed = list(map(str, names))
+    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")

@@ -1,0 +1,208 @@
+"""One patched model's runs: opens and closes them around ComfyUI's sampling."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...dispatcher import Mode
+from ...entries import Limits
+from ...errors import OWN_ERRORS, first_line
+from ...manager import GraphCache
+from ...reasons import Fallback
+from ...report import RunReport
+from ...steps import Verify
+from . import core
+from .adapter import ComfyUIAdapter
+from .checks import RunContext, is_native_model
+
+logger = logging.getLogger("graph_cache")
+
+KEY = "qwen_image_graph_cache"
+"""Name of our wrappers and callbacks on a ModelPatcher."""
+
+_WRAPPERS = ("outer_sample", "diffusion_model")
+_CALLBACKS = ("on_cleanup", "on_detach_after")
+"""ComfyUI's names of what we attach to (`comfy.patcher_extension`)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a node asks for.
+
+    Attributes
+    ----------
+    mode, verify
+        See `graph_cache.manager.GraphCache.attach`.
+    keep_between_runs
+        Keep buffers and graphs when a run ends, for the next one of the same size.
+    max_vram_gb
+        Most GiB that buffers and graphs may hold; 0 for whatever is free.
+    min_steps
+        Runs of fewer steps are left alone.
+    """
+
+    mode: Mode = "auto"
+    verify: Verify = "first"
+    keep_between_runs: bool = False
+    max_vram_gb: float = 0.0
+    min_steps: int = 3
+
+    @property
+    def max_bytes(self) -> int | None:
+        """`max_vram_gb` in bytes; None for no limit."""
+        return max(1, int(self.max_vram_gb * 2**30)) if self.max_vram_gb > 0 else None
+
+
+def patch(
+    patcher: Any, options: Options, publish: Callable[[RunReport], None]
+) -> tuple[Any, Runtime | Fallback]:
+    """Put a cache in front of a model's sampling.
+
+    Parameters
+    ----------
+    patcher
+        ComfyUI's ModelPatcher; it is not changed.
+    options
+        What is asked for.
+    publish
+        Gets the report of every run.
+
+    Returns
+    -------
+    tuple
+        A patched clone and what runs it; for another model the patcher itself, and why.
+    """
+    model = getattr(getattr(patcher, "model", None), "diffusion_model", None)
+    if not is_native_model(model):
+        return patcher, Fallback("not_qwen21", type(model).__name__)
+    runtime = Runtime(options, publish)
+    clone = patcher.clone()
+    # The last node wins: two caches on one model would only hold everything twice.
+    for name, wrapper in zip(_WRAPPERS, (runtime.outer_sample, runtime.diffusion_model)):
+        clone.remove_wrappers_with_key(name, KEY)
+        clone.add_wrapper_with_key(name, KEY, wrapper)
+    for name, callback in zip(_CALLBACKS, (runtime.on_cleanup, runtime.on_detach)):
+        clone.remove_callbacks_with_key(name, KEY)
+        clone.add_callback_with_key(name, KEY, callback)
+    return clone, runtime
+
+
+class Runtime:
+    """The wrappers and callbacks of one patched model.
+
+    Parameters
+    ----------
+    options
+        What the node asks for.
+    publish
+        Gets the report of every run.
+    """
+
+    def __init__(self, options: Options, publish: Callable[[RunReport], None]) -> None:
+        self.options = options
+        self.report: RunReport | None = None
+        self._publish = publish
+        self._cache: GraphCache | None = None
+        self._adapter: ComfyUIAdapter | None = None
+        self._model: Callable[[], Any] = lambda: None
+        self._depth = 0
+        # Tests put one without CUDA here.
+        self.capturer = None
+
+    # --- ComfyUI's wrappers and callbacks --------------------------------------------------
+
+    def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around a whole sampling run, loading the model included."""
+        if self._depth:
+            # A sampler that samples inside a run: its calls belong to the outer one.
+            return executor(*args, **kwargs)
+        self._depth += 1
+        opened = self._open(executor.class_obj, args, kwargs)
+        error: BaseException | None = None
+        try:
+            return executor(*args, **kwargs)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._depth -= 1
+            if opened:
+                self._close(error)
+
+    def diffusion_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around each call of the transformer."""
+        ours = self._depth and executor.class_obj is self._model()
+        if not ours or torch.compiler.is_compiling():
+            return executor(*args, **kwargs)
+        core.raise_if_interrupted()
+        inner = executor.wrappers[executor.idx + 1 :]
+        names = ", ".join(getattr(wrapper, "__qualname__", repr(wrapper)) for wrapper in inner)
+        return self._adapter.receive(executor, args, kwargs, names)
+
+    def on_cleanup(self, patcher: Any, *args: Any) -> None:
+        """ComfyUI has ended a run."""
+        # Inside a run of ours it is closed, reported and released by `outer_sample`.
+        if not self._depth and not self.options.keep_between_runs:
+            self.release()
+
+    def on_detach(self, patcher: Any, *args: Any) -> None:
+        """ComfyUI has unloaded the model, or needs its memory."""
+        self.release()
+
+    def release(self) -> None:
+        """Give buffers and graphs back. A run in progress goes on over the model's own path."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    # --- a run -----------------------------------------------------------------------------
+
+    def _open(self, guider: Any, args: tuple, kwargs: dict) -> bool:
+        """Open a run; whatever goes wrong here must not keep the picture from being made."""
+        try:
+            patcher = guider.model_patcher
+            sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
+            self._attach(patcher.model.diffusion_model)
+            self._cache.limits.headroom_bytes = core.headroom_bytes()
+            steps = max(0, len(sigmas) - 1)
+            self._adapter.begin_run(
+                RunContext(patcher, guider.model_options, steps, self.options.min_steps)
+            )
+            self._cache.open_run()
+        except (*OWN_ERRORS, ImportError) as error:
+            logger.warning(
+                "graph cache: the model is left alone", exc_info=error
+            )
+            self._model = lambda: None
+            return False
+        return True
+
+    def _attach(self, model: Any) -> None:
+        if self._cache is not None and self._model() is model:
+            return
+        if self._cache is not None:
+            self._cache.detach()
+        adapter = ComfyUIAdapter(model)
+        limits = Limits(max_bytes=self.options.max_bytes)
+        self._cache = GraphCache.over(
+            adapter, limits, self.options.mode, self.options.verify, self.capturer
+        )
+        self._adapter, self._model = adapter, weakref.ref(model)
+
+    def _close(self, error: BaseException | None) -> None:
+        try:
+            report = self._cache.close_run()
+            if error is not None and report.error is None:
+                report.error = f"{type(error).__name__}: {first_line(error)}"
+            self.report = report
+            self._adapter.end_run()
+            if not self.options.keep_between_runs:
+                self.release()
+            self._publish(report)
+        except OWN_ERRORS as raised:
+            logger.warning("graph cache: the run could not be reported", exc_info=raised)
