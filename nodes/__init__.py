@@ -1,4 +1,4 @@
-"""What a ComfyUI user sees. No node is offered yet: the engine is used from Python so far."""
+"""What a ComfyUI user sees: schemas and glue. Nothing is imported before ComfyUI asks for it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ def extension():
     """The ComfyUI extension; ComfyUI is imported here, when it is there for certain."""
     from comfy_api.latest import ComfyExtension
 
+    from .loader import QwenImage21DiffusersLoader
+    from .model_patch import QwenImage21GraphCache
+    from .sampler import QwenImage21GraphSampler
+    from .status import QwenImage21GraphStatus
+
     class QwenImageGraphCache(ComfyExtension):
         """Registers the pack's nodes."""
 
         async def get_node_list(self) -> list:
             """All node classes of the pack."""
-            return []
+            return [
+                QwenImage21GraphCache,
+                QwenImage21GraphSampler,
+                QwenImage21DiffusersLoader,
+                QwenImage21GraphStatus,
+            ]
 
     return QwenImageGraphCache()

@@ -10,6 +10,7 @@ from diffusers import QwenImage21Transformer2DModel
 from helpers import TEXT, same
 from safetensors.torch import load_file, save_file
 
+from graph_cache.checkpoint import expected_shapes
 from graph_cache.loading import CheckpointError, load_transformer
 from graph_cache.tiny import tiny_transformer
 from graph_cache.workload import Workload
@@ -210,3 +211,9 @@ def test_the_configuration_is_used(folder, tmp_path):
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"lacks \d+ tensors: transformer_blocks\.3\."):
         load_transformer(tmp_path, progress=False)
+
+
+def test_what_is_expected_is_what_the_model_has():
+    model = tiny_transformer()
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert expected_shapes(model.config) == wanted

@@ -28,10 +28,13 @@ class Attention(nn.Module):
 
     def forward(self, x, pe, attn_fn, prefix_len, transformer_options={}):  # noqa: B006
         q, k, v = (
-            linear(x).unflatten(-1, (self.heads, -1)) for linear in (self.to_q, self.to_k, self.to_v)
+            linear(x).unflatten(-1, (self.heads, -1))
+            for linear in (self.to_q, self.to_k, self.to_v)
         )
         # Positions turn queries and keys, as any rotary embedding does.
-        q, k = (torch.cat([part * pe[..., :1], part * pe[..., 1:]], -1)[..., ::2] for part in (q, k))
+        q, k = (
+            torch.cat([part * pe[..., :1], part * pe[..., 1:]], -1)[..., ::2] for part in (q, k)
+        )
         return self.to_out[0](attn_fn(q.contiguous(), k.contiguous(), v, self.heads))
 
 
@@ -269,11 +272,11 @@ class Latent(latent_formats.LatentFormat):
 
 
 class Config(comfy.supported_models_base.BASE):
-    unet_config = {}
-    sampling_settings = {"multiplier": 1.0, "shift": 0.69}
+    unet_config = {}  # noqa: RUF012
+    sampling_settings = {"multiplier": 1.0, "shift": 0.69}  # noqa: RUF012
     latent_format = Latent
     memory_usage_factor = 6.0
-    supported_inference_dtypes = [torch.bfloat16, torch.float32]
+    supported_inference_dtypes = [torch.bfloat16, torch.float32]  # noqa: RUF012
 
 
 class QwenImage21(comfy.model_base.BaseModel):

@@ -112,6 +112,7 @@ class Runtime:
         self._adapter: ComfyUIAdapter | None = None
         self._model: Callable[[], Any] = lambda: None
         self._depth = 0
+        self._called = False
         # Tests put one without CUDA here.
         self.capturer = None
 
@@ -123,6 +124,7 @@ class Runtime:
             # A sampler that samples inside a run: its calls belong to the outer one.
             return executor(*args, **kwargs)
         self._depth += 1
+        self._called = False
         opened = self._open(executor.class_obj, args, kwargs)
         error: BaseException | None = None
         try:
@@ -132,6 +134,7 @@ class Runtime:
             raise
         finally:
             self._depth -= 1
+            self._called = False
             if opened:
                 self._close(error)
 
@@ -141,6 +144,7 @@ class Runtime:
         if not ours or torch.compiler.is_compiling():
             return executor(*args, **kwargs)
         core.raise_if_interrupted()
+        self._called = True
         inner = executor.wrappers[executor.idx + 1 :]
         names = ", ".join(getattr(wrapper, "__qualname__", repr(wrapper)) for wrapper in inner)
         return self._adapter.receive(executor, args, kwargs, names)
@@ -151,9 +155,13 @@ class Runtime:
         if not self._depth and not self.options.keep_between_runs:
             self.release()
 
-    def on_detach(self, patcher: Any, *args: Any) -> None:
-        """ComfyUI has unloaded the model, or needs its memory."""
-        self.release()
+    def on_detach(self, patcher: Any, unpatch_all: bool = True, *args: Any) -> None:
+        """ComfyUI has unloaded the model, or loads another clone of it (``unpatch_all`` false).
+
+        A run's own loading detaches its own patcher that way too, and what is kept stays then.
+        """
+        if unpatch_all or self._called or not self.options.keep_between_runs:
+            self.release()
 
     def release(self) -> None:
         """Give buffers and graphs back. A run in progress goes on over the model's own path."""
@@ -175,9 +183,7 @@ class Runtime:
             )
             self._cache.open_run()
         except (*OWN_ERRORS, ImportError) as error:
-            logger.warning(
-                "graph cache: the model is left alone", exc_info=error
-            )
+            logger.warning("graph cache: the model is left alone", exc_info=error)
             self._model = lambda: None
             return False
         return True
