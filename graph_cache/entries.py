@@ -36,7 +36,7 @@ class Entry:
     run
         Number of the run that registered it.
     warm
-        Whether the decode step has run eagerly, so that it can be captured.
+        Whether the decode step has been rehearsed, so that it can be captured.
     decoded
         Whether a decode step has run over the prefix that is in the buffers.
     captured

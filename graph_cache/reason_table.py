@@ -140,7 +140,7 @@ ROWS = (
         "budget",
         Path.NATIVE,
         "The cache's own limit is reached ({detail}).",
-        "Raise max_bytes or max_entries, or call clear().",
+        "Raise it: max_bytes or max_entries, or max_vram_gb on the node.",
     ),
     # --- what has been done to the model -------------------------------------------------------
     Reason(
@@ -201,7 +201,7 @@ ROWS = (
         "weight_type",
         Path.BUFFERS,
         "Weights of type {detail} have not been tested inside a CUDA graph.",
-        "Plain bf16, fp16 or fp32 weights replay; these run over the prefix buffers.",
+        "Plain and int8 weights replay; these run over the prefix buffers.",
     ),
     Reason(
         "attention_processor",
@@ -213,7 +213,7 @@ ROWS = (
         "attention_backend",
         Path.BUFFERS,
         "The attention backend '{detail}' has not been tested inside a CUDA graph.",
-        "Use one of the 'native' backends for CUDA graphs.",
+        "Use PyTorch's own attention for CUDA graphs; the prefix buffers stay on.",
     ),
     Reason(
         "kv_cache_type",
@@ -293,7 +293,7 @@ ROWS = (
         "graph_budget",
         Path.BUFFERS,
         "The captured graph does not fit the cache's limit ({detail}).",
-        "Raise max_bytes.",
+        "Raise it: max_bytes, or max_vram_gb on the node.",
     ),
     Reason(
         "parity_graph",

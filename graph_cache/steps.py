@@ -136,13 +136,14 @@ class StepRunner:
     ) -> Outcome | Fallback:
         if why.code in _BEFORE_A_CAPTURE:
             output, entry.no_capture = self._capturer.rehearse(body)
+            entry.warm = True
         else:
             output = body()
         if not self._body_is_exact(run, call, entry, output):
             return Fallback("parity", f"{run.report.dtype} on {run.report.device}")
         if not entry.decoded:
             self._adapter.settle(call)
-        entry.warm = entry.decoded = True
+        entry.decoded = True
         return Outcome(self._adapter.wrap(call, output), Kind.EAGER, Path.BUFFERS, why)
 
     def _eager_reason(
