@@ -259,5 +259,5 @@ class RunReport:
             parts.append(
                 f"prefix {conditioning.prefix_tokens} tokens (refs={conditioning.references})"
             )
-        parts.append(format_bytes(self.buffer_bytes + self.graph_bytes))
+        parts.append(format_bytes(self.peak_bytes))
         return ", ".join(parts)

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -45,6 +45,11 @@ class Options:
         Most GiB that buffers and graphs may hold; 0 for whatever is free.
     min_steps
         Runs of fewer steps are left alone.
+
+    Raises
+    ------
+    ValueError
+        If there is no such mode or verification, or a number is negative.
     """
 
     mode: Mode = "auto"
@@ -52,6 +57,16 @@ class Options:
     keep_between_runs: bool = False
     max_vram_gb: float = 0.0
     min_steps: int = 3
+
+    def __post_init__(self) -> None:
+        for name, values in (("mode", get_args(Mode)), ("verify", get_args(Verify))):
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(values)}, not {getattr(self, name)!r}"
+                )
+        for name in ("max_vram_gb", "min_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
 
     @property
     def max_bytes(self) -> int | None:

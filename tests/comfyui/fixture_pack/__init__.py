@@ -1,0 +1,84 @@
+"""A custom node pack for the tests: the stand-in model and prompts for it, on a real canvas."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Through any link: the tests' own modules lie beside this folder.
+_TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(_TESTS), str(_TESTS.parent), str(_TESTS.parents[1])]
+
+
+class StandInModel:
+    """MODEL: the stand-in for Qwen-Image-2.1, or a model of another kind."""
+
+    CATEGORY = "tests"
+    FUNCTION = "make"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"kind": (["standin", "another"],)}}
+
+    def make(self, kind):
+        import comfy.model_patcher
+        import torch
+        from standin import QwenImage21Transformer2DModel, standin_model
+
+        model = standin_model()
+        if kind == "another":
+            # The same mathematics under a name that is not known.
+            model.diffusion_model.__class__ = type(
+                "AnotherModel", (torch.nn.Module,), dict(QwenImage21Transformer2DModel.__dict__)
+            )
+        cpu = torch.device("cpu")
+        return (comfy.model_patcher.ModelPatcher(model, cpu, cpu),)
+
+
+class StandInPrompt:
+    """CONDITIONING: a prompt embedding by its seed."""
+
+    CATEGORY = "tests"
+    FUNCTION = "make"
+    RETURN_TYPES = ("CONDITIONING",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        integer = ("INT", {"default": 1})
+        names = ("seed", "tokens", "references")
+        optional = {"width": ("INT", {"default": 16})}
+        return {"required": dict.fromkeys(names, integer), "optional": optional}
+
+    def make(self, seed, tokens, references, width=16):
+        from workbench import prompt
+
+        made = prompt(seed, tokens, references)
+        # A prompt of another text encoder: the model raises.
+        made[0][0] = made[0][0][..., :width]
+        return (made,)
+
+
+class EmptyLatent:
+    """LATENT of 64 channels."""
+
+    CATEGORY = "tests"
+    FUNCTION = "make"
+    RETURN_TYPES = ("LATENT",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        integer = ("INT", {"default": 6})
+        return {"required": {"height": integer, "width": integer}}
+
+    def make(self, height, width):
+        import torch
+
+        return ({"samples": torch.zeros(1, 64, height, width)},)
+
+
+NODE_CLASS_MAPPINGS = {
+    "TestStandInModel": StandInModel,
+    "TestStandInPrompt": StandInPrompt,
+    "TestEmptyLatent": EmptyLatent,
+}
