@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 
 from comfy_api.latest import io, ui
@@ -40,11 +41,10 @@ def publisher(node_id: str | None) -> Callable[[RunReport], None]:
 
 
 def _send(node_id: str | None, line: str, report: dict) -> None:
-    from server import PromptServer
-
-    server = getattr(PromptServer, "instance", None)
+    # Not imported: where ComfyUI runs without its server, nobody is looking.
+    prompt_server = getattr(sys.modules.get("server"), "PromptServer", None)
+    server = getattr(prompt_server, "instance", None)
     if server is None or node_id is None:
-        # Without a server, or by a call from Python: nobody is looking.
         return
     server.send_progress_text(line, node_id)
     server.send_sync(EVENT, {"node": node_id, "line": line, "report": report})
