@@ -134,8 +134,7 @@ class ComfyUIAdapter:
         }
 
         def run_native() -> Any:
-            # The model writes into its options.
-            return native(*args[:5], {**options}, **kwargs)
+            return native(*args, **kwargs)
 
         identity = (
             *(tuple(options.get("uuids", ())), tuple(options.get("cond_or_uncond", ()))),
