@@ -22,7 +22,7 @@ from .errors import OWN_ERRORS, failure, first_line
 from .layout import CacheKey
 from .models.base import Adapter, ModelCall, Phase
 from .reasons import Fallback, Path
-from .report import Kind, RunReport
+from .report import Kind, RunReport, Step
 from .run import Outcome, Run, begin_run, check_model, model_fallbacks
 from .settings import numeric_settings
 from .steps import StepRunner, Verify
@@ -116,6 +116,10 @@ class Dispatcher:
         report = self.report()
         self._open = False
         return report
+
+    def last_step(self) -> Step | None:
+        """The last call of the current run, if there was one."""
+        return self._run.report.steps[-1] if self._run and self._run.report.steps else None
 
     def part(self) -> None:
         """Give everything back; conditionings in use keep their prefix alone, as without us."""

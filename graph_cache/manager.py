@@ -14,7 +14,7 @@ from .entries import Limits
 from .models import adapter_for
 from .models.base import Adapter
 from .reasons import Fallback
-from .report import RunReport
+from .report import RunReport, Step
 from .steps import Verify
 
 logger = logging.getLogger("graph_cache")
@@ -157,6 +157,10 @@ class GraphCache:
         """End the run that was opened, and report it. What it holds stays."""
         with self._dispatcher.lock:
             return self._dispatcher.close_run()
+
+    def last_step(self) -> Step | None:
+        """The last call of the current run, if there was one."""
+        return self._dispatcher.last_step()
 
     def release_graphs(self) -> None:
         """Give the graphs' memory back; the buffers stay, the next run captures anew."""

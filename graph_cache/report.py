@@ -113,6 +113,13 @@ class RunReport:
         What the cache holds now, over all runs.
     peak_bytes
         The most that buffers and graphs held during the run.
+    planned_steps
+        Steps of the run's schedule; None where nobody tells.
+    step_ms, native_step_ms
+        What a step took, by the host's clock, and what it takes without the cache, as far as the
+        process has seen a comparable run; None where that is not known.
+    weights
+        Type of the model's weights, and where they are.
     verified
         Bitwise comparisons made in this run: "body" with the model's own cached step, "replay"
         with the body.
@@ -137,6 +144,10 @@ class RunReport:
     buffer_bytes: int = 0
     graph_bytes: int = 0
     peak_bytes: int = 0
+    planned_steps: int | None = None
+    step_ms: float | None = None
+    native_step_ms: float | None = None
+    weights: str = ""
     verified: dict[str, bool] = field(default_factory=dict)
     error: str | None = None
 
@@ -165,6 +176,14 @@ class RunReport:
         """The best path that a call of the run took."""
         taken = {step.path for step in self.steps}
         return next((path for path in Path if path in taken), Path.NATIVE)
+
+    @property
+    def seconds_saved(self) -> float | None:
+        """Estimate of what the steps after the first took less than without the cache, in s."""
+        if self.step_ms is None or self.native_step_ms is None or self.path is Path.NATIVE:
+            return None
+        steps = (self.planned_steps or 1) - 1
+        return steps * (self.native_step_ms - self.step_ms) / 1e3
 
     def to_dict(self) -> dict:
         """The report as plain data; waits for the run's GPU work to have its times."""
@@ -202,6 +221,11 @@ class RunReport:
             "buffer_bytes": self.buffer_bytes,
             "graph_bytes": self.graph_bytes,
             "peak_bytes": self.peak_bytes,
+            "planned_steps": self.planned_steps,
+            "step_ms": _rounded(self.step_ms),
+            "native_step_ms": _rounded(self.native_step_ms),
+            "seconds_saved": _rounded(self.seconds_saved),
+            "weights": self.weights,
             "verified": self.verified,
             "error": self.error,
         }
@@ -261,3 +285,7 @@ class RunReport:
             )
         parts.append(format_bytes(self.peak_bytes))
         return ", ".join(parts)
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 3)

@@ -6,6 +6,8 @@ import comfy_env
 import pytest
 from helpers import FakeCapturer, forget_verified
 
+from graph_cache import pace
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say why, where there is no ComfyUI."""
@@ -27,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _each_test_is_a_process():
     forget_verified()
+    pace._native.clear()
     comfy_env.load()
 
 

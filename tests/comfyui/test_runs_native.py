@@ -262,6 +262,61 @@ def test_a_sampler_inside_a_sampler(kind, capturer):
     assert counters_add_up(other.report, 4)
 
 
+def test_every_step_is_told_while_it_happens(bench, capturer):
+    from graph_cache.models.comfyui import Options, patch
+
+    told, seen = [], []
+    ours, runtime = patch(bench.patcher, Options(), bench.reports.append, told.append)
+    runtime.capturer = capturer
+
+    def look(executor, *args, **kwargs):
+        seen.append(len(told))
+        return executor(*args, **kwargs)
+
+    ours.add_wrapper_with_key("apply_model", "look", look)
+    bench.sample(ours, steps=6)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert [(live.step, live.steps) for live in told] == [(step, 6) for step in range(1, 7)]
+    kinds = ["prefill", "eager", "captured", "replayed", "replayed", "replayed"]
+    assert [live.kind for live in told] == kinds
+    assert {live.path for live in told} == {"buffers", "graph"}
+    assert all(live.step_ms > 0 for live in told)
+
+
+def test_a_listener_that_fails_is_not_asked_again(bench, caplog):
+    from graph_cache.models.comfyui import Options, patch
+
+    asked = []
+
+    def fail(live):
+        asked.append(live)
+        raise RuntimeError("no browser")
+
+    ours, _ = patch(bench.patcher, Options(), bench.reports.append, fail)
+    assert torch.equal(bench.sample(ours), bench.sample())
+    assert len(asked) == 1
+    assert "could not be reported" in caplog.text
+
+
+def test_time_saved_is_told_once_a_run_without_us_was_seen(bench, capturer):
+    ours, _ = bench.patch(capturer=capturer)
+    bench.sample(ours, steps=8)
+    assert bench.report.step_ms > 0
+    assert bench.report.planned_steps == 8
+    assert bench.report.native_step_ms is bench.report.seconds_saved is None
+    off, _ = bench.patch(mode="off")
+    bench.sample(off, steps=8)
+    assert bench.report.native_step_ms == bench.report.step_ms
+    assert bench.report.seconds_saved is None
+    native = bench.report.step_ms
+    bench.sample(ours, steps=8)
+    assert bench.report.native_step_ms == native
+    assert bench.report.seconds_saved == 7 * (native - bench.report.step_ms) / 1e3
+    bench.sample(ours, steps=8, size=(2, 2))
+    assert bench.report.native_step_ms is None
+    assert bench.report.weights == "float32"
+
+
 def test_the_model_is_not_kept_alive():
     import gc
     import weakref

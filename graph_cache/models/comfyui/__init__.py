@@ -6,6 +6,7 @@ it is called.
 
 from __future__ import annotations
 
-from .runtime import Options, Runtime, patch
+from .options import Live, Options
+from .runtime import Runtime, patch
 
-__all__ = ["Options", "Runtime", "patch"]
+__all__ = ["Live", "Options", "Runtime", "patch"]

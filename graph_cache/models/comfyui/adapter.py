@@ -29,6 +29,7 @@ from .checks import (
     attention_fallbacks,
     attention_names,
     call_fallback,
+    describe_weights,
     model_fallbacks,
     run_fallbacks,
 )
@@ -93,6 +94,20 @@ class ComfyUIAdapter:
         """Close it: whatever belonged to it may go."""
         self._context = None
         self._conditionings.clear()
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Steps of the run's schedule."""
+        return None if self._context is None else self._context.steps
+
+    def workload(self) -> tuple:
+        """Tells runs apart whose steps are not comparable; prompts of any length are."""
+        sizes = {(latent, references) for _, _, latent, *_, references, _ in self._conditionings}
+        return (self.describe_weights(), *sorted(map(str, sizes)))
+
+    def describe_weights(self) -> str:
+        """Type of the blocks' weights, and where they are."""
+        return describe_weights(self.model, self._residency)
 
     def receive(self, native: Callable[..., Any], args: tuple, kwargs: dict, inner: str) -> Any:
         """Take one call of the model.

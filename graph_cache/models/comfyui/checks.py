@@ -31,6 +31,7 @@ _PLAIN_DTYPES = (
 )
 _LAYOUTS = ("TensorWiseINT8Layout",)
 """Quantised layouts that were replayed bit for bit (docs/reliability.md)."""
+_LAYOUT_NAMES = {"TensorWiseINT8Layout": "int8"}
 _ATTENTION = ("attention_pytorch", "attention_flash", "attention_comfy_kitchen_int8")
 """Attention functions that decide nothing by the memory that is free."""
 
@@ -155,6 +156,20 @@ def _weight_fallbacks(
             yield Fallback("weight_type", type(tensor).__name__)
         elif tensor.is_floating_point() and tensor.dtype not in _PLAIN_DTYPES:
             yield Fallback("weight_type", str(tensor.dtype).removeprefix("torch."))
+
+
+def describe_weights(model: nn.Module, residency: Residency) -> str:
+    """The blocks' weights for people: ``int8, DynamicVRAM``."""
+    kinds = set()
+    for block in model.transformer_blocks:
+        for tensor in block.parameters():
+            layout = getattr(tensor, "_layout_cls", None)
+            if layout is not None:
+                kinds.add(_LAYOUT_NAMES.get(layout, layout))
+            elif tensor.ndim > 1:
+                kinds.add(str(tensor.dtype).removeprefix("torch."))
+    held = ["DynamicVRAM"] if residency.dynamic else []
+    return ", ".join([*sorted(map(str, kinds)), *held])
 
 
 def attention_fallbacks(model: nn.Module, options: Mapping[str, Any]) -> Iterator[Fallback]:

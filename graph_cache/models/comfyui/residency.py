@@ -41,6 +41,11 @@ class Residency:
         self.complete = False
         """Whether every weight was on the device when `resident` last looked."""
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether DynamicVRAM manages weights of the model."""
+        return bool(self._ranges)
+
     def refresh(self) -> None:
         """Look at the model anew: a library may have loaded or replaced weights since."""
         modules = list(self._model.modules())

@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from ...dispatcher import Mode
 from ...entries import Limits
 from ...errors import OWN_ERRORS, first_line
 from ...manager import GraphCache
-from ...reasons import Fallback
+from ...pace import Pace, native_step_ms, remember_native
+from ...reasons import Fallback, Path
 from ...report import RunReport
-from ...steps import Verify
 from . import core
 from .adapter import ComfyUIAdapter
 from .checks import RunContext, is_native_model
+from .options import Live, Options
 
 logger = logging.getLogger("graph_cache")
 
@@ -29,53 +28,15 @@ KEY = "qwen_image_graph_cache"
 _WRAPPERS = ("outer_sample", "diffusion_model")
 _CALLBACKS = ("on_cleanup", "on_detach_after")
 """ComfyUI's names of what we attach to (`comfy.patcher_extension`)."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a node asks for.
-
-    Attributes
-    ----------
-    mode, verify
-        See `graph_cache.manager.GraphCache.attach`.
-    keep_between_runs
-        Keep buffers and graphs when a run ends, for the next one of the same size.
-    max_vram_gb
-        Most GiB that buffers and graphs may hold; 0 for whatever is free.
-    min_steps
-        Runs of fewer steps are left alone.
-
-    Raises
-    ------
-    ValueError
-        If there is no such mode or verification, or a number is negative.
-    """
-
-    mode: Mode = "auto"
-    verify: Verify = "first"
-    keep_between_runs: bool = False
-    max_vram_gb: float = 0.0
-    min_steps: int = 3
-
-    def __post_init__(self) -> None:
-        for name, values in (("mode", get_args(Mode)), ("verify", get_args(Verify))):
-            if getattr(self, name) not in values:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(values)}, not {getattr(self, name)!r}"
-                )
-        for name in ("max_vram_gb", "min_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
-
-    @property
-    def max_bytes(self) -> int | None:
-        """`max_vram_gb` in bytes; None for no limit."""
-        return max(1, int(self.max_vram_gb * 2**30)) if self.max_vram_gb > 0 else None
+_CALLBACK = 5
+"""Place of the step callback among the arguments of a sampling run."""
 
 
 def patch(
-    patcher: Any, options: Options, publish: Callable[[RunReport], None]
+    patcher: Any,
+    options: Options,
+    publish: Callable[[RunReport], None],
+    live: Callable[[Live], None] | None = None,
 ) -> tuple[Any, Runtime | Fallback]:
     """Put a cache in front of a model's sampling.
 
@@ -87,6 +48,8 @@ def patch(
         What is asked for.
     publish
         Gets the report of every run.
+    live
+        Gets where a run is, after every step.
 
     Returns
     -------
@@ -96,7 +59,7 @@ def patch(
     model = getattr(getattr(patcher, "model", None), "diffusion_model", None)
     if not is_native_model(model):
         return patcher, Fallback("not_qwen21", type(model).__name__)
-    runtime = Runtime(options, publish)
+    runtime = Runtime(options, publish, live)
     clone = patcher.clone()
     # The last node wins: two caches on one model would only hold everything twice.
     for name, wrapper in zip(_WRAPPERS, (runtime.outer_sample, runtime.diffusion_model)):
@@ -115,14 +78,21 @@ class Runtime:
     ----------
     options
         What the node asks for.
-    publish
-        Gets the report of every run.
+    publish, live
+        See `patch`.
     """
 
-    def __init__(self, options: Options, publish: Callable[[RunReport], None]) -> None:
+    def __init__(
+        self,
+        options: Options,
+        publish: Callable[[RunReport], None],
+        live: Callable[[Live], None] | None = None,
+    ) -> None:
         self.options = options
         self.report: RunReport | None = None
         self._publish = publish
+        self._live = live
+        self._pace = Pace()
         self._cache: GraphCache | None = None
         self._adapter: ComfyUIAdapter | None = None
         self._model: Callable[[], Any] = lambda: None
@@ -141,6 +111,8 @@ class Runtime:
         self._depth += 1
         self._called = False
         opened = self._open(executor.class_obj, args, kwargs)
+        if opened:
+            args, kwargs = self._watched(args, kwargs)
         error: BaseException | None = None
         try:
             return executor(*args, **kwargs)
@@ -197,6 +169,7 @@ class Runtime:
                 RunContext(patcher, guider.model_options, steps, self.options.min_steps)
             )
             self._cache.open_run()
+            self._pace = Pace()
         except (*OWN_ERRORS, ImportError) as error:
             logger.warning("graph cache: the model is left alone", exc_info=error)
             self._model = lambda: None
@@ -218,6 +191,7 @@ class Runtime:
     def _close(self, error: BaseException | None) -> None:
         try:
             report = self._cache.close_run()
+            self._complete(report)
             if error is not None and report.error is None:
                 report.error = f"{type(error).__name__}: {first_line(error)}"
             self.report = report
@@ -227,3 +201,43 @@ class Runtime:
             self._publish(report)
         except OWN_ERRORS as raised:
             logger.warning("graph cache: the run could not be reported", exc_info=raised)
+
+    # --- how fast it goes ------------------------------------------------------------------
+
+    def _watched(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The sampling run's arguments, with a callback of ours around the one in them."""
+        if "callback" in kwargs:
+            return args, {**kwargs, "callback": self._callback(kwargs["callback"])}
+        if len(args) > _CALLBACK:
+            watched = self._callback(args[_CALLBACK])
+            return (*args[:_CALLBACK], watched, *args[_CALLBACK + 1 :]), kwargs
+        return args, kwargs
+
+    def _callback(self, theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+        def callback(step: int, denoised: Any, latent: Any, steps: int, *more: Any) -> Any:
+            step_ms = self._pace.tick()
+            self._tell(step + 1, steps, step_ms)
+            return None if theirs is None else theirs(step, denoised, latent, steps, *more)
+
+        return callback
+
+    def _tell(self, step: int, steps: int, step_ms: float) -> None:
+        last = self._cache.last_step()
+        if self._live is None or last is None:
+            return
+        mode, kind, path = self.options.mode, last.kind.value, last.path.value
+        try:
+            self._live(Live(mode, step, steps, step_ms, kind, path))
+        except OWN_ERRORS as error:
+            logger.warning("graph cache: a step could not be reported", exc_info=error)
+            self._live = None
+
+    def _complete(self, report: RunReport) -> None:
+        """What only this side knows: times of steps, and what the weights are."""
+        report.planned_steps = self._adapter.planned_steps
+        report.step_ms = self._pace.step_ms
+        report.weights = self._adapter.describe_weights()
+        workload = self._adapter.workload()
+        if report.path is Path.NATIVE and report.step_ms is not None and report.error is None:
+            remember_native(workload, report.step_ms)
+        report.native_step_ms = native_step_ms(workload)
