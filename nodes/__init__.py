@@ -7,6 +7,7 @@ def extension():
     """The ComfyUI extension; ComfyUI is imported here, when it is there for certain."""
     from comfy_api.latest import ComfyExtension
 
+    from . import routes
     from .loader import QwenImage21DiffusersLoader
     from .model_patch import QwenImage21GraphCache
     from .sampler import QwenImage21GraphSampler
@@ -24,4 +25,5 @@ def extension():
                 QwenImage21GraphStatus,
             ]
 
+    routes.register()
     return QwenImageGraphCache()

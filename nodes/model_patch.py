@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..graph_cache import Fallback
-from ..graph_cache.models.comfyui import Options, patch
+from ..graph_cache.models.comfyui import Options
 from .inputs import advanced, mode, schema
-from .status import left_alone, publisher
+from .running import patched_for
 
 
 class QwenImage21GraphCache(io.ComfyNode):
@@ -43,9 +42,6 @@ class QwenImage21GraphCache(io.ComfyNode):
         min_steps: int = 3,
     ) -> io.NodeOutput:
         """Patch a clone of the model."""
-        node_id = cls.hidden.unique_id
         options = Options(mode, verify, keep_between_runs, max_vram_gb, min_steps)
-        patched, found = patch(model, options, publisher(node_id))
-        if isinstance(found, Fallback):
-            left_alone(node_id, found)
+        patched, _ = patched_for(cls.hidden.unique_id, model, options)
         return io.NodeOutput(patched)

@@ -6,9 +6,10 @@ import comfy.samplers
 from comfy_api.latest import io
 
 from ..graph_cache import Fallback
-from ..graph_cache.models.comfyui import Options, patch
-from .inputs import mode, schema
-from .status import left_alone, publisher, status_of
+from ..graph_cache.models.comfyui import Options
+from .inputs import known, mode, schema
+from .running import patched_for
+from .status import UI_KEY, as_report, status_of
 
 
 class QwenImage21GraphSampler(io.ComfyNode):
@@ -83,6 +84,7 @@ class QwenImage21GraphSampler(io.ComfyNode):
                 io.String.Output("STATUS", tooltip="What the cache did and why, as JSON."),
             ],
             hidden=[io.Hidden.unique_id],
+            **known(io.Schema, has_intermediate_output=True),
         )
 
     @classmethod
@@ -104,10 +106,7 @@ class QwenImage21GraphSampler(io.ComfyNode):
         # ComfyUI's module of that name, not this package.
         from nodes import common_ksampler
 
-        node_id = cls.hidden.unique_id
-        patched, runtime = patch(model, Options(mode), publisher(node_id))
-        if isinstance(runtime, Fallback):
-            left_alone(node_id, runtime)
+        patched, runtime = patched_for(cls.hidden.unique_id, model, Options(mode))
         (latent,) = common_ksampler(
             patched,
             seed,
@@ -121,5 +120,8 @@ class QwenImage21GraphSampler(io.ComfyNode):
             denoise=denoise,
         )
         if isinstance(runtime, Fallback):
-            return io.NodeOutput(latent, status_of(None, runtime))
-        return io.NodeOutput(latent, status_of(runtime.report))
+            status = status_of(None, runtime)
+        else:
+            status = status_of(runtime.report)
+        # The node's output, so that a node that ComfyUI skips still shows its last report.
+        return io.NodeOutput(latent, status, ui={UI_KEY: (as_report(status),)})

@@ -5,57 +5,94 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+import time
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..graph_cache import Fallback, RunReport
+from ..graph_cache.models.comfyui import Live
 from .inputs import schema
 
 logger = logging.getLogger("graph_cache")
 
 EVENT = "qwen_image_graph.status"
-"""Name of the websocket event that carries a report."""
+"""Name of the websocket event that carries where a run is, or its report."""
+UI_KEY = "qwen_image_graph"
+"""Under which a node's own output carries its report."""
 
 _NO_RUN = "No run yet: place a Qwen-Image 2.1 Graph Cache node in front of a sampler."
+_SECONDS_BETWEEN = 0.15
+"""Of two messages about steps; a browser need not draw more often."""
 
+_MOST_REPORTS = 200
+"""Of nodes, kept for a page that is loaded again."""
+
+reports: OrderedDict[str, dict] = OrderedDict()
+"""The last report of each node, by its id, the oldest first."""
 _last: RunReport | None = None
 
 
-def publisher(node_id: str | None) -> Callable[[RunReport], None]:
-    """Something that shows a node's reports on that node.
+class Publisher:
+    """Shows a node's runs on that node.
 
     Parameters
     ----------
     node_id
-        The node's execution id, "459:490" inside a subgraph.
+        The node's execution id, "459:490" inside a subgraph; None where there is no node.
     """
 
-    def publish(report: RunReport) -> None:
+    def __init__(self, node_id: str | None) -> None:
+        self._node_id = node_id
+        self._next = 0.0
+
+    def live(self, live: Live) -> None:
+        """A step has ended."""
+        now = time.monotonic()
+        if now < self._next and live.step < live.steps:
+            return
+        self._next = now + _SECONDS_BETWEEN
+        line = f"{live.mode}: step {live.step}/{live.steps}, {live.step_ms:.0f} ms, {live.kind}"
+        self._send(line, {"live": asdict(live)})
+
+    def finished(self, report: RunReport) -> None:
+        """A run has ended, one way or another."""
         global _last
         _last = report
         logger.info("graph cache: %s", report.line())
-        _send(node_id, report.line(), report.to_dict())
+        self._tell(report.line(), report)
 
-    return publish
+    def left_alone(self, why: Fallback) -> None:
+        """The node does nothing here, and why."""
+        logger.warning("graph cache: %s %s", why.sentence, why.hint)
+        report = RunReport()
+        report.note(why)
+        self._tell(f"{why.sentence} {why.hint}", report)
+
+    def _tell(self, line: str, report: RunReport) -> None:
+        content = report.to_dict()
+        if self._node_id is not None:
+            reports[self._node_id] = content
+            reports.move_to_end(self._node_id)
+            if len(reports) > _MOST_REPORTS:
+                reports.popitem(last=False)
+        self._send(line, {"report": content})
+
+    def _send(self, line: str, content: dict) -> None:
+        server = prompt_server()
+        if server is None or self._node_id is None:
+            return
+        server.send_progress_text(line, self._node_id)
+        server.send_sync(EVENT, {"node": self._node_id, "line": line, **content})
 
 
-def _send(node_id: str | None, line: str, report: dict) -> None:
-    # Not imported: where ComfyUI runs without its server, nobody is looking.
-    prompt_server = getattr(sys.modules.get("server"), "PromptServer", None)
-    server = getattr(prompt_server, "instance", None)
-    if server is None or node_id is None:
-        return
-    server.send_progress_text(line, node_id)
-    server.send_sync(EVENT, {"node": node_id, "line": line, "report": report})
-
-
-def left_alone(node_id: str | None, why: Fallback) -> None:
-    """Say on a node that it does nothing here, and why."""
-    logger.warning("graph cache: %s %s", why.sentence, why.hint)
-    report = RunReport()
-    report.note(why)
-    _send(node_id, f"{why.sentence} {why.hint}", report.to_dict())
+def prompt_server() -> Any | None:
+    """ComfyUI's server; None where ComfyUI runs without it, and nobody is looking."""
+    # Not imported: that would start half of ComfyUI where it is not running.
+    found = getattr(sys.modules.get("server"), "PromptServer", None)
+    return getattr(found, "instance", None)
 
 
 def status_of(report: RunReport | None, why: Fallback | None = None) -> str:
@@ -67,10 +104,21 @@ def status_of(report: RunReport | None, why: Fallback | None = None) -> str:
     return report.to_json()
 
 
-def readable(status: str) -> str:
-    """A STATUS for people; what is no STATUS is shown as it is."""
+def as_report(status: str) -> dict | None:
+    """A STATUS as data; None for any other text."""
     try:
         report = json.loads(status)
+    except ValueError:
+        return None
+    return report if isinstance(report, dict) and "schema" in report else None
+
+
+def readable(status: str) -> str:
+    """A STATUS for people; what is no STATUS is shown as it is."""
+    report = as_report(status)
+    if report is None:
+        return status
+    try:
         counts, fallbacks = report["counts"], report["fallbacks"]
         calls = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         lines = [f"mode {report['mode']}, path {report['path']}: {calls or 'no steps'}"]
@@ -80,7 +128,8 @@ def readable(status: str) -> str:
         lines += [f"{found['code']}: {found['sentence']} {found['hint']}" for found in fallbacks]
         if report["error"]:
             lines.append(f"ended by {report['error']}")
-    except (ValueError, TypeError, KeyError):
+    except (TypeError, KeyError, AttributeError):
+        # Of another version of the pack.
         return status
     return "\n".join(lines)
 
@@ -126,4 +175,4 @@ class QwenImage21GraphStatus(io.ComfyNode):
         if status is None:
             status = _NO_RUN if _last is None else _last.to_json()
         text = readable(status)
-        return io.NodeOutput(text, ui=ui.PreviewText(text))
+        return io.NodeOutput(text, ui={"text": (text,), UI_KEY: (as_report(status),)})

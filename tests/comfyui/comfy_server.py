@@ -88,7 +88,7 @@ class ComfyUIServer:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            raise RuntimeError(error.read().decode()) from error
+            raise RuntimeError(f"{error.code} {error.read().decode()}") from error
         return json.loads(text) if text else None
 
     def run(self, workflow: dict, client: str = "test") -> dict:

@@ -1,6 +1,8 @@
 """The pack in a real ComfyUI server: listed, run through POST /prompt, seen by a browser."""
 
 import queue
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
@@ -127,15 +129,18 @@ def test_a_workflow_makes_the_same_picture_on_every_way(server):
     assert "path buffers" in text and "no_cuda" in text
     (text,) = entry["outputs"]["alone"]["text"]
     assert "2 prefill, 10 eager" in text
-    reports, texts = read(events)
+    reports, texts, live = read(events)
     assert {report["node"] for report in reports} == {"cache", "sampler"}
     assert all(report["report"]["counts"]["prefill"] == 2 for report in reports)
     assert any(b"buffers: 0/12 calls as a graph" in text for text in texts)
+    ended = [event["live"] for event in live if event["live"]["step"] == 6]
+    assert len(ended) == 3 and {step["steps"] for step in ended} == {6}
+    assert {step["mode"] for step in ended} == {"buffers", "auto"}
 
 
 def read(events):
     """Our reports and the progress texts among a browser's messages, up to the run's end."""
-    reports, texts = [], []
+    reports, texts, live = [], [], []
     while True:
         try:
             event = events.get(timeout=20)
@@ -144,9 +149,10 @@ def read(events):
         if isinstance(event, bytes):
             texts.append(event)
         elif event["type"] == "qwen_image_graph.status":
-            reports.append(event["data"])
+            # Where a run is, or its report.
+            (reports if "report" in event["data"] else live).append(event["data"])
         elif event["type"] == "execution_success":
-            return reports, texts
+            return reports, texts, live
 
 
 def test_another_model_passes_through_and_the_node_says_so(server):
@@ -154,7 +160,7 @@ def test_another_model_passes_through_and_the_node_says_so(server):
     entry = server.run(workflow(model={"kind": "another"}), "other")
     assert entry["status"]["status_str"] == "success", entry["status"]
     assert torch.equal(saved(server, "patched"), saved(server, "plain"))
-    reports, _ = read(events)
+    reports, *_ = read(events)
     codes = {found["code"] for report in reports for found in report["report"]["fallbacks"]}
     assert codes == {"not_qwen21"}
     (text,) = entry["outputs"]["status"]["text"]
@@ -174,7 +180,7 @@ def test_a_run_that_fails_is_reported_too(server):
     found = []
     while not found:
         event = events.get(timeout=20)
-        if not isinstance(event, bytes) and event["type"] == "qwen_image_graph.status":
+        if not isinstance(event, bytes) and "report" in event.get("data", {}):
             found.append(event["data"]["report"])
     assert "RuntimeError" in found[0]["error"]
 
@@ -199,6 +205,44 @@ def used(name, nodes):
     """A node and all that it needs."""
     links = [value[0] for value in nodes[name]["inputs"].values() if isinstance(value, list)]
     return {name}.union(*(used(link, nodes) for link in links))
+
+
+def test_what_is_held_can_be_seen_and_given_back(server):
+    server.run(workflow(cache={"keep_between_runs": True}))
+    nodes = server.get("/qwen_image_graph/status")["nodes"]
+    assert set(nodes) >= {"cache", "sampler"}
+    assert nodes["cache"]["held_bytes"] > 0
+    assert nodes["cache"]["report"]["counts"]["prefill"] == 2
+    assert server.post("/qwen_image_graph/release", {"node": "cache"}) == {"released": ["cache"]}
+    assert server.get("/qwen_image_graph/status")["nodes"]["cache"]["held_bytes"] == 0
+    assert "cache" in server.post("/qwen_image_graph/release", {})["released"]
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "why"),
+    [
+        ({"node": "nowhere"}, 404, "node nowhere has no cache"),
+        ({"node": 7}, 400, "'node' must be a node's id as a string"),
+        ({"nodes": "7"}, 400, "nothing but 'node'"),
+        ([1], 400, "must be an object"),
+        ({"node": "x" * 2000}, 413, "more than 1024 bytes"),
+    ],
+)
+def test_the_release_route_checks_what_it_gets(server, content, code, why):
+    with pytest.raises(RuntimeError, match=why) as refused:
+        server.post("/qwen_image_graph/release", content)
+    assert str(refused.value).startswith(f"{code} ")
+
+
+def test_the_release_route_takes_no_other_origin(server):
+    request = urllib.request.Request(
+        server.url + "/qwen_image_graph/release",
+        b"{}",
+        {"Origin": "http://elsewhere.example", "Content-Type": "application/json"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=30)
+    assert refused.value.code == 403
 
 
 def test_freeing_the_memory_leaves_the_next_run_right(server):

@@ -150,6 +150,11 @@ class Runtime:
         if unpatch_all or self._called or not self.options.keep_between_runs:
             self.release()
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers and graphs held now."""
+        return 0 if self._cache is None else self._cache.nbytes
+
     def release(self) -> None:
         """Give buffers and graphs back. A run in progress goes on over the model's own path."""
         if self._cache is not None:
