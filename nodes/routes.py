@@ -9,7 +9,7 @@ import asyncio
 import json
 
 from .running import release, status
-from .status import prompt_server
+from .status import prompt_server, readout_is_there
 
 STATUS = "/qwen_image_graph/status"
 RELEASE = "/qwen_image_graph/release"
@@ -26,6 +26,8 @@ def register() -> None:
     @server.routes.get(STATUS)
     async def get_status(request: web.Request) -> web.Response:
         """Every node's cache: bytes held, last report."""
+        if request.query.get("readout"):
+            readout_is_there()
         return web.json_response({"nodes": await asyncio.to_thread(status)})
 
     @server.routes.post(RELEASE)

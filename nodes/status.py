@@ -35,6 +35,16 @@ reports: OrderedDict[str, dict] = OrderedDict()
 _last: RunReport | None = None
 
 
+_readout_is_there = False
+"""Whether a browser has loaded our readout. Without it, ComfyUI's own progress texts have to do."""
+
+
+def readout_is_there() -> None:
+    """Called when a readout asks for the earlier reports."""
+    global _readout_is_there
+    _readout_is_there = True
+
+
 class Publisher:
     """Shows a node's runs on that node.
 
@@ -84,7 +94,8 @@ class Publisher:
         server = prompt_server()
         if server is None or self._node_id is None:
             return
-        server.send_progress_text(line, self._node_id)
+        if not _readout_is_there:
+            server.send_progress_text(line, self._node_id)
         server.send_sync(EVENT, {"node": self._node_id, "line": line, **content})
 
 

@@ -95,3 +95,26 @@ def test_every_reason_is_documented():
     assert sorted(documented) == sorted(REASONS)
     for reason in REASONS.values():
         assert reason.hint in text
+
+
+def test_the_help_page_lists_what_comfyui_can_meet():
+    from graph_cache.reason_rows_comfyui import ROWS
+
+    text = (ROOT / "web" / "docs" / "QwenImage21GraphCache.md").read_text()
+    for reason in ROWS:
+        assert f"| `{reason.code}` | {reason.sentence.format(detail='…')} | {reason.hint} |" in text
+
+
+def test_every_language_has_every_text():
+    import json
+    import re
+
+    script = (ROOT / "web" / "strings.js").read_text()
+    english = dict(re.findall(r'\n  (\w+): "(.*)",', script))
+    for language in ("en", "zh"):
+        served = json.loads((ROOT / "locales" / language / "main.json").read_text())
+        texts = served["qwenImageGraph"]
+        assert set(texts) == set(english)
+        for key, value in english.items():
+            assert sorted(re.findall(r"{\w+}", texts[key])) == sorted(re.findall(r"{\w+}", value))
+    assert json.loads((ROOT / "locales/en/main.json").read_text())["qwenImageGraph"] == english

@@ -54,6 +54,18 @@ def test_four_nodes_in_one_category(pack):
         assert all(field.tooltip for field in schema.inputs), schema.node_id
 
 
+def test_every_input_is_translated(pack):
+    _, nodes = pack
+    file = comfy_env.REPOSITORY / "locales" / "zh" / "nodeDefs.json"
+    texts = json.loads(file.read_text(encoding="utf-8"))
+    assert set(texts) == set(nodes)
+    for name, cls in nodes.items():
+        schema = cls.define_schema()
+        assert set(texts[name]["inputs"]) == {field.id for field in schema.inputs}
+        assert set(texts[name]["outputs"]) == {str(i) for i in range(len(schema.outputs))}
+        assert all(text["tooltip"] for text in texts[name]["inputs"].values())
+
+
 def test_the_patch_node_patches_a_clone(node, bench):
     (patched,) = node("QwenImage21GraphCache").execute("buffers", bench.patcher).args
     assert patched is not bench.patcher

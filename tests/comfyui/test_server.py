@@ -155,6 +155,15 @@ def read(events):
             return reports, texts, live
 
 
+def test_no_progress_texts_beside_a_readout(server):
+    """Both would say the same on one node."""
+    assert server.get("/qwen_image_graph/status?readout=1")["nodes"]
+    events = server.events("readout")
+    server.run(workflow(plain={"seed": 6}, cache={"min_steps": 4}), "readout")
+    reports, texts, _ = read(events)
+    assert reports and not texts
+
+
 def test_another_model_passes_through_and_the_node_says_so(server):
     events = server.events("other")
     entry = server.run(workflow(model={"kind": "another"}), "other")

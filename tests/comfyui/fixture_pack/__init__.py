@@ -82,3 +82,22 @@ NODE_CLASS_MAPPINGS = {
     "TestStandInPrompt": StandInPrompt,
     "TestEmptyLatent": EmptyLatent,
 }
+
+
+def _add_event_route():
+    """POST /test/event sends a browser whatever a machine with a GPU would send."""
+    import sys
+
+    server = getattr(sys.modules.get("server"), "PromptServer", None)
+    if server is None:
+        return
+    from aiohttp import web
+
+    @server.instance.routes.post("/test/event")
+    async def send(request):
+        event = await request.json()
+        server.instance.send_sync(event["type"], event["data"])
+        return web.json_response({})
+
+
+_add_event_route()
