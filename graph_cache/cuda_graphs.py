@@ -215,7 +215,9 @@ class CudaCapturer:
         except BaseException:
             _reset(graph)
             raise
-        step = _CudaStep(graph, self._pool, weights, (inputs, buffers, body))
+        # Not the body: what its kernels read besides is the weights, whose addresses are compared
+        # before every replay, and it may hold much that is somebody else's.
+        step = _CudaStep(graph, self._pool, weights, (inputs, buffers))
         step.nbytes = max(0, before - free_bytes(device))
         step.seconds = seconds
         self._pool.nbytes += step.nbytes

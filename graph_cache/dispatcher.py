@@ -62,9 +62,10 @@ class Dispatcher:
     ) -> None:
         self.mode = mode
         self.lock = threading.RLock()
-        self.store = EntryStore(
-            limits, capturer, make_room=None if adapter is None else adapter.make_room
-        )
+        self.store = EntryStore(limits, capturer)
+        if adapter is not None:
+            self.store.make_room = adapter.make_room
+            self.store.pending_bytes = adapter.pending_bytes
         self.steps = StepRunner(adapter, self.store, capturer, verify)
         self._adapter = adapter
         self._capturer = capturer
@@ -186,9 +187,11 @@ class Dispatcher:
 
     def _decide(self, run: Run, call: ModelCall) -> Outcome:
         entry = None if call.conditioning is None else self.store.find(call.conditioning)
+        failed = False
         try:
             outcome = self._try(run, call, entry)
         except OWN_ERRORS as error:
+            failed = True
             outcome = failure(error)
             entry = None if call.conditioning is None else self.store.find(call.conditioning)
             run.stop(call, outcome)
@@ -200,6 +203,8 @@ class Dispatcher:
         if entry is not None:
             self.store.drop(entry)
             self.give_back()
+        if failed:
+            self._adapter.recover()
         kind = Kind.PREFILL if call.phase is Phase.PREFILL else Kind.EAGER
         return Outcome(self._run_native(call), kind, Path.NATIVE, outcome)
 
@@ -212,6 +217,7 @@ class Dispatcher:
                 raise
         self.store.clear()
         self.give_back()
+        self._adapter.recover()
         return call.run_native()
 
     def _try(self, run: Run, call: ModelCall, entry: Entry | None) -> Outcome | Fallback:
@@ -226,6 +232,11 @@ class Dispatcher:
                 return fallback
         stop = call_fallback(call.device) or self._adapter.call_fallback(call)
         if stop is not None:
+            if call.phase is Phase.PREFILL:
+                run.stop(call, stop)
+            elif entry is not None and stop.code == "conditioning_changed":
+                # Not to be used again, and the model keeps a prefix of its own from now on.
+                self.store.drop(entry)
             return stop
         if call.phase is Phase.PREFILL:
             return self._prefill(run, call)

@@ -119,11 +119,14 @@ class EntryStore:
         Knows how many bytes the graphs hold.
     make_room
         Asks others to leave so many bytes of a device free.
+    pending_bytes
+        Tells how many bytes of a device are free but spoken for.
     """
 
     limits: Limits
     capturer: Capturer
     make_room: Callable[[int, torch.device], None] | None = None
+    pending_bytes: Callable[[], int] = int
     _entries: list[Entry] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -230,6 +233,7 @@ class EntryStore:
     def _make_room(self, need: int, device: torch.device, run: int) -> Fallback | None:
         """Evict until ``need`` more bytes fit; the reason why they never will, otherwise."""
         limits = self.limits
+        headroom = limits.headroom_bytes + self.pending_bytes()
         asked = self.make_room is None
         while True:
             available = available_bytes(device, self.capturer.nbytes)
@@ -239,16 +243,16 @@ class EntryStore:
                     f"{format_bytes(need)} of buffers needed, {format_bytes(self.nbytes)} held, "
                     f"max_bytes={format_bytes(limits.max_bytes)}",
                 )
-            elif available is not None and need + limits.headroom_bytes > available:
+            elif available is not None and need + headroom > available:
                 short = Fallback(
                     "vram",
-                    f"{format_bytes(need)} of buffers and {format_bytes(limits.headroom_bytes)} of "
-                    f"headroom needed, {format_bytes(available)} free",
+                    f"{format_bytes(need)} of buffers and {format_bytes(headroom)} of headroom "
+                    f"needed, {format_bytes(available)} free",
                 )
             else:
                 return None
             if short.code == "vram" and not asked:
-                self.make_room(need + limits.headroom_bytes, device)
+                self.make_room(need + headroom, device)
                 asked = True
             elif not self._evict(run):
                 return short

@@ -110,13 +110,11 @@ class StepRunner:
             if away is not None:
                 entry.release_graph()
                 return away
-            if entry.captured is not None and entry.captured.weights != self._adapter.weights():
-                entry.release_graph()
-                return Fallback("weights_changed")
-            if not entry.warm:
-                return Fallback("warm_up")
             kind = Kind.REPLAYED
-            if entry.captured is None:
+            if entry.captured is None or entry.captured.weights != self._adapter.weights():
+                why = self._before_a_capture(call, entry)
+                if why is not None:
+                    return why
                 kind = Kind.CAPTURED
                 why = self._capture(run, entry, body)
                 if why is not None:
@@ -131,6 +129,17 @@ class StepRunner:
             return self._no_graphs
         return Outcome(self._adapter.wrap(call, output), kind, Path.GRAPH)
 
+    def _before_a_capture(self, call: ModelCall, entry: Entry) -> Fallback | None:
+        """Why there is to be no capture, or not yet: anything may have been done to the weights."""
+        why = self._adapter.weight_fallback(call)
+        if why is None and entry.captured is not None:
+            why = Fallback("weights_changed")
+        if why is not None:
+            entry.release_graph()
+        elif not entry.warm:
+            why = Fallback("warm_up")
+        return why
+
     def _eager(
         self, run: Run, call: ModelCall, entry: Entry, body: Body, why: Fallback
     ) -> Outcome | Fallback:
@@ -142,8 +151,10 @@ class StepRunner:
         if not self._body_is_exact(run, call, entry, output):
             return Fallback("parity", f"{run.report.dtype} on {run.report.device}")
         if not entry.decoded:
-            self._adapter.settle(call)
-        entry.decoded = True
+            entry.decoded = True
+            # Only then: what the model keeps is what the others will be compared with.
+            if all(other.decoded for other in self._store if other.run == entry.run):
+                self._adapter.settle()
         return Outcome(self._adapter.wrap(call, output), Kind.EAGER, Path.BUFFERS, why)
 
     def _eager_reason(
@@ -184,8 +195,11 @@ class StepRunner:
         """Compare a step with the model's own cached step, if that is due; an extra step."""
         if not self._due("body", run, entry):
             return True
-        equal = bitwise_equal(self._adapter.unwrap(call.run_native()), output)
-        return self._note("body", run, entry, equal)
+        reference = self._adapter.reference(call)
+        if reference is None:
+            # Nothing to compare with: the model would compute all of it again, and round otherwise.
+            return True
+        return self._note("body", run, entry, bitwise_equal(reference, output))
 
     def _replay_is_exact(self, run: Run, entry: Entry, body: Body, output: torch.Tensor) -> bool:
         """Compare a replay with the same step run eagerly, if that is due; an extra step."""

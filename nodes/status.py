@@ -69,8 +69,6 @@ class Publisher:
 
     def finished(self, report: RunReport) -> None:
         """A run has ended, one way or another."""
-        global _last
-        _last = report
         logger.info("graph cache: %s", report.line())
         self._tell(report.line(), report)
 
@@ -82,6 +80,8 @@ class Publisher:
         self._tell(f"{why.sentence} {why.hint}", report)
 
     def _tell(self, line: str, report: RunReport) -> None:
+        global _last
+        _last = report
         content = report.to_dict()
         if self._node_id is not None:
             reports[self._node_id] = content

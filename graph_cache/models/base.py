@@ -100,8 +100,11 @@ class Adapter(Protocol):
         model's result stands why the buffers could not be filled, if they could not.
         """
 
-    def settle(self, call: ModelCall) -> None:
-        """Let go of what the model itself keeps of a prefix that our decode step now reads."""
+    def settle(self) -> None:
+        """Let go of the prefixes that the model itself keeps; our decode steps read ours now."""
+
+    def reference(self, call: ModelCall) -> torch.Tensor | None:
+        """What the model's own cached step gives; None where it would not use its cache."""
 
     def decode_fallback(self, call: ModelCall, entry: Entry) -> Fallback | None:
         """Why a decode call does not fit the entry of its conditioning, if it does not."""
@@ -118,17 +121,23 @@ class Adapter(Protocol):
     def wrap(self, call: ModelCall, output: torch.Tensor) -> Any:
         """A decode step's output in the form that the caller of the model expects."""
 
-    def unwrap(self, result: Any) -> torch.Tensor:
-        """The tensor in what the unpatched model returned for a decode call."""
-
     def part(self, conditioning: object) -> None:
         """Let a conditioning hold its prefix alone, as without us, and nothing of our buffers."""
 
     def refresh_weights(self) -> None:
         """Look up all modules and weights anew; called at every prefill."""
 
+    def weight_fallback(self, call: ModelCall) -> Fallback | None:
+        """What about the weights speaks against a capture now; asked before one."""
+
     def weights(self) -> tuple:
         """Fingerprint of modules and weights: identities, addresses. Called before every replay."""
+
+    def recover(self) -> None:
+        """Clean up after an error in our path, before the model's own path runs."""
+
+    def pending_bytes(self) -> int:
+        """Device memory that the model's own weights are still going to take."""
 
     def make_room(self, nbytes: int, device: torch.device) -> None:
         """Ask whoever else can give device memory back to leave so many bytes free."""

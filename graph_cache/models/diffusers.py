@@ -249,7 +249,7 @@ class DiffusersAdapter:
             layer.store(*buffers.prefix(index))
         return output, None
 
-    def settle(self, call: ModelCall) -> None:
+    def settle(self) -> None:
         """The pipeline's K/V cache holds views of our buffers, so there is nothing to let go of."""
 
     def part(self, conditioning: QwenImage21KVCache) -> None:
@@ -293,8 +293,8 @@ class DiffusersAdapter:
             return Transformer2DModelOutput(sample=output)
         return (output,)
 
-    def unwrap(self, result: Any) -> torch.Tensor:
-        return result[0]
+    def reference(self, call: ModelCall) -> torch.Tensor | None:
+        return call.run_native()[0]
 
     # --- weights ---------------------------------------------------------------------------
 
@@ -313,9 +313,18 @@ class DiffusersAdapter:
             if tensor is not None
         ]
 
+    def weight_fallback(self, call: ModelCall) -> Fallback | None:
+        """Nothing beyond what `fallbacks` has found at the prefill."""
+
     def weights(self) -> tuple:
         addresses = [container[name].data_ptr() for container, name in self._weights]
         return (self._modules, tuple(addresses))
+
+    def recover(self) -> None:
+        """Nothing of the model's own is left half-way."""
+
+    def pending_bytes(self) -> int:
+        return 0
 
     def make_room(self, nbytes: int, device: torch.device) -> None:
         """Nobody here manages the device's memory."""

@@ -27,11 +27,13 @@ from . import core, step
 from .checks import (
     RunContext,
     attention_fallbacks,
+    attention_is_known,
     attention_names,
     call_fallback,
     describe_weights,
     model_fallbacks,
     run_fallbacks,
+    weight_fallbacks,
 )
 from .prefill import PrefixTap
 from .residency import Residency
@@ -72,6 +74,7 @@ class ComfyUIAdapter:
         self._handle: Callable[[], Callable[[ModelCall], Any] | None] = lambda: None
         self._residency = Residency(model)
         self._context: RunContext | None = None
+        self._watch_content = True
         self._conditionings: dict[tuple, Conditioning] = {}
 
     # --- the door --------------------------------------------------------------------------
@@ -88,6 +91,7 @@ class ComfyUIAdapter:
     def begin_run(self, context: RunContext) -> None:
         """Open a sampling run."""
         self._context = context
+        self._watch_content = context.content_may_change()
         self._conditionings.clear()
 
     def end_run(self) -> None:
@@ -122,20 +126,23 @@ class ComfyUIAdapter:
             Names the wrappers that stand between us and the model; empty if there are none.
         """
         handle = self._handle()
-        call = None if handle is None else self._read(native, args, kwargs, inner)
-        return native(*args, **kwargs) if call is None else handle(call)
+        if handle is None:
+            return native(*args, **kwargs)
+
+        def run_native() -> Any:
+            return native(*args, **kwargs)
+
+        return handle(self._read(run_native, args, kwargs, inner))
 
     def _read(
-        self, native: Callable[..., Any], args: tuple, kwargs: dict, inner: str
-    ) -> ModelCall | None:
-        """A call in the manager's terms; None if its arguments are not the model's."""
-        if len(args) != 6 or not isinstance(args[5], dict):
-            return None
+        self, run_native: Callable[[], Any], args: tuple, kwargs: dict, inner: str
+    ) -> ModelCall:
+        """A call in the manager's terms."""
+        unknown = _unknown_arguments(args)
+        if unknown:
+            # The model's own path, but counted.
+            return _unread(run_native, args, unknown)
         latent, timestep, context, references, slots, options = args
-        if not isinstance(latent, torch.Tensor) or latent.ndim != 4:
-            return None
-        if not isinstance(context, torch.Tensor) or context.ndim != 3:
-            return None
         references, slots = list(references or []), list(slots or [])
         arguments = {
             "latent": latent,
@@ -146,11 +153,8 @@ class ComfyUIAdapter:
             "transformer_options": options,
             "further": kwargs,
             "inner_wrappers": inner,
+            "unknown": "",
         }
-
-        def run_native() -> Any:
-            return native(*args, **kwargs)
-
         identity = (
             *(tuple(options.get("uuids", ())), tuple(options.get("cond_or_uncond", ()))),
             *(latent.shape, latent.dtype, latent.device, context.shape, context.dtype),
@@ -185,15 +189,18 @@ class ComfyUIAdapter:
 
     def call_fallback(self, call: ModelCall) -> Fallback | None:
         conditioning = call.conditioning
+        if conditioning is None:
+            return call_fallback(call.arguments)
         if conditioning.problem is None:
             conditioning.problem = self._changed(call)
         return conditioning.problem or call_fallback(call.arguments)
 
     def _changed(self, call: ModelCall) -> Fallback | None:
-        """Whether a conditioning's content is another one than at the prefill; asked once a run.
+        """Whether a conditioning's content is another one than at the prefill.
 
-        One host sync, at the first decode step. ComfyUI's identities stand for the conditionings
-        that a run was given, but other nodes can replace what is in them from step to step.
+        ComfyUI's identities stand for the conditionings that a run was given, but other nodes can
+        replace what is in them from step to step. So content is compared at the first decode step,
+        and at every one where a node is in the run that could do that: a host sync each time.
         """
         conditioning, arguments = call.conditioning, call.arguments
         if call.phase is not Phase.DECODE or not conditioning.content:
@@ -204,7 +211,8 @@ class ComfyUIAdapter:
             for index, (then, other) in enumerate(zip(conditioning.content, now))
             if not torch.equal(then, other)
         ]
-        conditioning.content = []
+        if changed or not self._watch_content:
+            conditioning.content = []
         if not changed:
             return None
         what = "the prompt" if 0 in changed else f"reference {changed[0]}"
@@ -261,12 +269,15 @@ class ComfyUIAdapter:
     # --- the two phases --------------------------------------------------------------------
 
     def prefill(self, call: ModelCall, buffers: PrefixBuffers) -> tuple[Any, Fallback | None]:
+        # What the model keeps of a conditioning with the same content would be used instead of
+        # being computed, and the tap would see nothing.
+        self.settle()
         with PrefixTap(self.model.transformer_blocks, buffers) as tap:
             output = call.run_native()
         return output, Fallback("structure_unknown", tap.problem) if tap.problem else None
 
-    def settle(self, call: ModelCall) -> None:
-        """Drop the model's own copy of the prefix; it makes another if it has to decode itself."""
+    def settle(self) -> None:
+        """Drop the model's own copies; it makes another where it has to decode itself."""
         if self.model.prefix_cache is not None:
             self.model.reset_prefix_cache(self.model.prefix_cache_enabled)
 
@@ -283,14 +294,24 @@ class ComfyUIAdapter:
         given = call.arguments["transformer_options"]
         options = {name: value for name, value in given.items() if name not in _NOT_FOR_A_STEP}
         return functools.partial(
-            step.decode, self.model, entry.inputs, entry.buffers, options, self._residency
+            step.decode,
+            self.model,
+            entry.inputs,
+            entry.buffers,
+            options,
+            self._residency,
+            lend=attention_is_known(self.model, options),
         )
 
     def wrap(self, call: ModelCall, output: torch.Tensor) -> torch.Tensor:
         return output
 
-    def unwrap(self, result: Any) -> torch.Tensor:
-        return result
+    def reference(self, call: ModelCall) -> torch.Tensor | None:
+        output = call.run_native()
+        # Without room for its cache the model computes the whole sequence again.
+        cache = self.model.prefix_cache
+        served = cache is not None and getattr(cache, "slot", cache) is not None
+        return output if served else None
 
     def part(self, conditioning: object) -> None:
         """The model keeps no prefix of ours."""
@@ -303,8 +324,49 @@ class ComfyUIAdapter:
     def resident(self) -> AbstractContextManager[Fallback | None]:
         return self._residency.resident()
 
+    def weight_fallback(self, call: ModelCall) -> Fallback | None:
+        found = weight_fallbacks(self.model, self._residency, call.device)
+        return next((fallback for fallback in found), None)
+
     def weights(self) -> tuple:
         return self._residency.fingerprint()
 
+    def recover(self) -> None:
+        core.clean_up_after_error()
+
+    def pending_bytes(self) -> int:
+        patcher = None if self._context is None else self._context.patcher
+        if patcher is None or not getattr(patcher, "is_dynamic", bool)():
+            return 0
+        # DynamicVRAM brings weights as they are used, the first time during the prefill.
+        return max(0, int(patcher.model_size() - patcher.loaded_size()))
+
     def make_room(self, nbytes: int, device: torch.device) -> None:
-        core.free_others(nbytes, device, self.model)
+        if self._context is not None:
+            core.free_others(nbytes, device, (self._context.patcher, *self._context.in_use))
+
+
+def _unknown_arguments(args: tuple) -> str:
+    """What about a call's positional arguments is not as ComfyUI passes them; empty if nothing."""
+    if len(args) != 6 or not isinstance(args[5], dict):
+        return f"the model is called with {len(args)} arguments"
+    latent, _, context, *_ = args
+    if not isinstance(latent, torch.Tensor) or latent.ndim != 4:
+        return "latents are not of four dimensions"
+    if not isinstance(context, torch.Tensor) or context.ndim != 3:
+        return "the prompt is not of three dimensions"
+    return ""
+
+
+def _unread(run_native: Callable[[], Any], args: tuple, unknown: str) -> ModelCall:
+    latent = next((value for value in args if isinstance(value, torch.Tensor)), torch.empty(0))
+    return ModelCall(
+        phase=Phase.UNCACHED,
+        conditioning=None,
+        device=latent.device,
+        dtype=latent.dtype,
+        batch=latent.shape[0] if latent.ndim else 1,
+        strides=latent.stride(),
+        arguments={"unknown": unknown, "transformer_options": {}},
+        run_native=run_native,
+    )

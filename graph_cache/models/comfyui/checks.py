@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ _MODEL_CHILDREN = {
     *("time_text_embed", "txt_in", "img_in", "modulation"),
     *("transformer_blocks", "norm_out", "proj_out"),
 }
-_MODEL_METHODS = ("_forward", "build_sequence", "reset_prefix_cache")
+_MODEL_PARTS = ("_forward", "build_sequence", "reset_prefix_cache")
+_MODEL_PARTS += ("prefix_cache", "prefix_cache_enabled", "inner_dim", "out_channels")
 _FORWARD_ARGUMENTS = {"x", "context", "ref_latents", "image_slots", "transformer_options"}
 _BLOCK_ARGUMENTS = ["x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options"]
 
@@ -34,6 +36,15 @@ _LAYOUTS = ("TensorWiseINT8Layout",)
 _LAYOUT_NAMES = {"TensorWiseINT8Layout": "int8"}
 _ATTENTION = ("attention_pytorch", "attention_flash", "attention_comfy_kitchen_int8")
 """Attention functions that decide nothing by the memory that is free."""
+
+_CORE_GRAPHS = "enable_graph"
+"""What ComfyUI's own code says where it captures a model's blocks (`comfy.model_prefetch`)."""
+_CONTENT_WRAPPERS = (
+    *("sampler_sample", "predict_noise", "calc_cond_batch", "apply_model", "diffusion_model"),
+)
+"""Kinds of wrappers through which another node can give a conditioning other content."""
+_FURTHER = ("control", "attention_mask")
+"""Arguments of a call beyond the six that are known, each with a reason of its own."""
 
 _CALL_OPTIONS = {
     "context_window": "context_windows",
@@ -56,12 +67,35 @@ class RunContext:
         Steps of the schedule; None where they cannot be told.
     min_steps
         Fewer steps than these are not worth it.
+    in_use
+        Patchers that the sampler holds besides.
+    own_key
+        Name of our wrappers.
+    core_sampler
+        Whether what samples is ComfyUI's own.
     """
 
     patcher: Any
     options: Mapping[str, Any]
     steps: int | None
     min_steps: int
+    in_use: tuple = ()
+    own_key: str = ""
+    core_sampler: bool = True
+
+    def content_may_change(self) -> bool:
+        """Whether anybody stands where a conditioning's content could be changed within a run.
+
+        ComfyUI's own samplers never do that.
+        """
+        wrappers = self.options.get("transformer_options", {}).get("wrappers", {})
+        foreign = {
+            key
+            for kind in _CONTENT_WRAPPERS
+            for key, listed in wrappers.get(kind, {}).items()
+            if listed and key != self.own_key
+        }
+        return bool(foreign) or "model_function_wrapper" in self.options or not self.core_sampler
 
 
 def is_native_model(model: object) -> bool:
@@ -102,16 +136,25 @@ def model_fallbacks(
         # The checks below walk over what is not there.
         return
     yield from module_fallbacks(model, own_hook="")
-    if any(hasattr(block, "_comfy_graph") for block in model.transformer_blocks):
+    graphed = any(hasattr(block, "_comfy_graph") for block in model.transformer_blocks)
+    if graphed or _core_captures(type(model)):
         yield Fallback("core_graphs")
     if core.graphs_disabled():
         yield Fallback("graphs_disabled")
-    yield from _weight_fallbacks(model, residency, device)
+    yield from weight_fallbacks(model, residency, device)
+
+
+@functools.cache
+def _core_captures(cls: type[nn.Module]) -> bool:
+    try:
+        return _CORE_GRAPHS in inspect.getsource(cls._forward)
+    except (OSError, TypeError):
+        return False
 
 
 def _structure_fallbacks(model: nn.Module) -> Iterator[Fallback]:
     missing = _MODEL_CHILDREN - {name for name, _ in model.named_children()}
-    missing |= {name for name in _MODEL_METHODS if not hasattr(model, name)}
+    missing |= {name for name in _MODEL_PARTS if not hasattr(model, name)}
     if missing:
         yield Fallback("structure_unknown", f"the model has no {', '.join(sorted(missing))}")
         return
@@ -133,9 +176,10 @@ def _structure_fallbacks(model: nn.Module) -> Iterator[Fallback]:
         yield Fallback("structure_unknown", "proj_out has more rows than the model has channels")
 
 
-def _weight_fallbacks(
+def weight_fallbacks(
     model: nn.Module, residency: Residency, device: torch.device | None
 ) -> Iterator[Fallback]:
+    """What about the weights speaks against a graph, as they are now."""
     functions = [
         name
         for name, module in model.named_modules()
@@ -181,6 +225,11 @@ def attention_fallbacks(model: nn.Module, options: Mapping[str, Any]) -> Iterato
             yield Fallback("attention_backend", name.removeprefix("attention_"))
 
 
+def attention_is_known(model: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether every attention function that the blocks would use is one we know."""
+    return set(attention_names(model, options)) <= set(_ATTENTION)
+
+
 def attention_names(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
     """Names of the attention functions that the blocks would use with these options, sorted.
 
@@ -194,7 +243,7 @@ def attention_names(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
         if "set_model_optimized_attention" in override_name(override) and len(inside) == 1:
             return inside
         return [f"override {override_name(override)}"]
-    chosen = {core.optimized_attention().__name__}
+    chosen = {core.optimized_attention(model).__name__}
     for block in model.transformer_blocks:
         own = getattr(getattr(block.attn, "comfy_attention", None), "function", None)
         if own is not None:
@@ -210,6 +259,8 @@ def override_name(override: Any) -> str:
 def call_fallback(arguments: Mapping[str, Any]) -> Fallback | None:
     """What about one call stands against the cache; cheap enough for every step."""
     options = arguments["transformer_options"]
+    if arguments["unknown"]:
+        return Fallback("structure_unknown", arguments["unknown"])
     if arguments["inner_wrappers"]:
         return Fallback("other_wrappers", arguments["inner_wrappers"])
     if "uuids" not in options or "cond_or_uncond" not in options:
@@ -224,6 +275,13 @@ def call_fallback(arguments: Mapping[str, Any]) -> Fallback | None:
         return Fallback("controlnet")
     if arguments["further"].get("attention_mask") is not None:
         return Fallback("padded_text")
+    unknown = [
+        name
+        for name, value in arguments["further"].items()
+        if value is not None and name not in _FURTHER
+    ]
+    if unknown:
+        return Fallback("structure_unknown", f"the model is called with {_some(unknown)}")
     cache = options.get("qwen_image21_cache") or {}
     if cache.get("device") == "off":
         return Fallback("native_cache_off")

@@ -30,17 +30,36 @@ def headroom_bytes() -> int:
     return int(model_management.minimum_inference_memory())
 
 
-def free_others(nbytes: int, device: torch.device, model: nn.Module) -> None:
-    """Have ComfyUI unload other models until so many bytes are free; ``model`` stays loaded."""
+def free_others(nbytes: int, device: torch.device, in_use: tuple) -> None:
+    """Have ComfyUI unload models until so many bytes are free.
+
+    Parameters
+    ----------
+    nbytes, device
+        What has to be free, and where.
+    in_use
+        Patchers whose models the run needs. Those that ComfyUI counts as used stay too: a model
+        that is taken away under a running sampler fails.
+    """
     from comfy import model_management
 
+    needed = [patcher.model for patcher in in_use]
     keep = [
         loaded
         for loaded in model_management.current_loaded_models
         if loaded.model is not None
-        and getattr(loaded.model.model, "diffusion_model", None) is model
+        and (loaded.currently_used or any(loaded.model.model is model for model in needed))
     ]
     model_management.free_memory(nbytes, device, keep)
+
+
+def clean_up_after_error() -> None:
+    """Abort what ComfyUI was in the middle of: recording memory, bringing weights."""
+    prefetch = sys.modules.get("comfy.model_prefetch")
+    clean_up = getattr(prefetch, "cleanup_prefetch_queues", None)
+    if clean_up is not None:
+        # What ComfyUI itself does at the end of every node.
+        clean_up()
 
 
 def graphs_disabled() -> bool:
@@ -57,11 +76,12 @@ def in_training() -> bool:
     return bool(getattr(model_management, "in_training", False))
 
 
-def optimized_attention() -> Callable[..., torch.Tensor]:
-    """ComfyUI's attention function, as chosen at its start."""
+def optimized_attention(model: nn.Module) -> Callable[..., torch.Tensor]:
+    """The attention function that a model's own code calls, replaced by another pack or not."""
     from comfy.ldm.modules import attention
 
-    return attention.optimized_attention
+    module = sys.modules.get(type(model).__module__)
+    return getattr(module, "optimized_attention", attention.optimized_attention)
 
 
 def memory_recorder_active() -> bool:

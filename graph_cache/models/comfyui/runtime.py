@@ -96,6 +96,7 @@ class Runtime:
         self._cache: GraphCache | None = None
         self._adapter: ComfyUIAdapter | None = None
         self._model: Callable[[], Any] = lambda: None
+        self._patcher: Callable[[], Any] = lambda: None
         self._depth = 0
         self._called = False
         # Tests put one without CUDA here.
@@ -145,9 +146,12 @@ class Runtime:
     def on_detach(self, patcher: Any, unpatch_all: bool = True, *args: Any) -> None:
         """ComfyUI has unloaded the model, or loads another clone of it (``unpatch_all`` false).
 
-        A run's own loading detaches its own patcher that way too, and what is kept stays then.
+        A run's own loading detaches its patcher that way too, and what is kept stays then.
         """
-        if unpatch_all or self._called or not self.options.keep_between_runs:
+        # A clone that nobody needs any more says so too, whatever runs meanwhile.
+        of_the_run = self._called and patcher is self._patcher()
+        kept = self._depth or self.options.keep_between_runs
+        if unpatch_all or of_the_run or not kept:
             self.release()
 
     @property
@@ -167,19 +171,33 @@ class Runtime:
         try:
             patcher = guider.model_patcher
             sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
+            self._patcher = weakref.ref(patcher)
             self._attach(patcher.model.diffusion_model)
             self._cache.limits.headroom_bytes = core.headroom_bytes()
             steps = max(0, len(sigmas) - 1)
-            self._adapter.begin_run(
-                RunContext(patcher, guider.model_options, steps, self.options.min_steps)
-            )
+            self._adapter.begin_run(self._context(guider, steps))
             self._cache.open_run()
             self._pace = Pace()
         except (*OWN_ERRORS, ImportError) as error:
             logger.warning("graph cache: the model is left alone", exc_info=error)
             self._model = lambda: None
+            report = RunReport(mode=self.options.mode)
+            report.note(Fallback("step_failed", first_line(error)))
+            self._finish(report)
             return False
         return True
+
+    def _context(self, guider: Any, steps: int) -> RunContext:
+        held = [value for value in vars(guider).values() if hasattr(value, "load_device")]
+        return RunContext(
+            guider.model_patcher,
+            guider.model_options,
+            steps,
+            self.options.min_steps,
+            tuple(held),
+            KEY,
+            core_sampler=type(guider).__module__.partition(".")[0] in ("comfy", "comfy_extras"),
+        )
 
     def _attach(self, model: Any) -> None:
         if self._cache is not None and self._model() is model:
@@ -199,13 +217,20 @@ class Runtime:
             self._complete(report)
             if error is not None and report.error is None:
                 report.error = f"{type(error).__name__}: {first_line(error)}"
-            self.report = report
             self._adapter.end_run()
             if not self.options.keep_between_runs:
                 self.release()
-            self._publish(report)
         except OWN_ERRORS as raised:
-            logger.warning("graph cache: the run could not be reported", exc_info=raised)
+            logger.warning("graph cache: the run could not be closed", exc_info=raised)
+        else:
+            self._finish(report)
+
+    def _finish(self, report: RunReport) -> None:
+        self.report = report
+        try:
+            self._publish(report)
+        except OWN_ERRORS as error:
+            logger.warning("graph cache: the run could not be reported", exc_info=error)
 
     # --- how fast it goes ------------------------------------------------------------------
 

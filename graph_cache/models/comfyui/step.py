@@ -11,6 +11,7 @@ import ast
 import functools
 import inspect
 import textwrap
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -74,6 +75,7 @@ def decode(
     buffers: PrefixBuffers,
     options: dict,
     residency: Residency,
+    lend: bool,
 ) -> torch.Tensor:
     """One decode step; it never waits for the GPU unless weights have to be brought to it.
 
@@ -90,6 +92,9 @@ def decode(
     residency
         Where weights are not all on the device, ComfyUI brings each block's while the one before
         is computed.
+    lend
+        Give attention the buffers themselves; otherwise copies, as the model's own path does. A
+        function that is not known may work in place.
 
     Returns
     -------
@@ -108,12 +113,13 @@ def decode(
     timestep = ((inputs["timestep"] * 1000).to(dtype) / 1000).to(dtype)
     temb = model.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), dtype)
     modulation = _modulation(model, temb, modulation_parts(type(blocks[0])))
+    attention = core.optimized_attention(model)
     queue_options = {} if residency.complete else options
     with core.prefetched_blocks(blocks, latent.device, dtype, queue_options) as bring:
         for index, block in enumerate(blocks):
             bring(block)
             options["block_index"] = index
-            attend = _attention(buffers, index, options)
+            attend = _attention(attention, buffers, index, options, lend)
             hidden = block(hidden, modulation, inputs["rope"], attend, 0, options)
         bring(None)
     hidden = model.proj_out(model.norm_out(hidden, temb[:-1]))
@@ -130,15 +136,22 @@ def _modulation(model: nn.Module, temb: torch.Tensor, parts: int) -> tuple:
     return (*rows, torch.zeros_like(scale1[:1, None])) if parts == 5 else tuple(rows)
 
 
-def _attention(buffers: PrefixBuffers, layer: int, options: dict):
+def _attention(
+    attention: Callable[..., torch.Tensor],
+    buffers: PrefixBuffers,
+    layer: int,
+    options: dict,
+    lend: bool,
+) -> Callable[..., torch.Tensor]:
     """A block's ``attn_fn``: the target over [prefix | target]."""
-    attention = core.optimized_attention()
 
     def attend(query, key, value, heads, **how):
         target_key, target_value = buffers.target(layer)
         target_key.copy_(key)
         target_value.copy_(value)
         joined_key, joined_value = buffers.joined(layer)
+        if not lend:
+            joined_key, joined_value = joined_key.clone(), joined_value.clone()
         return attention(
             query.flatten(2),
             joined_key.flatten(2),
