@@ -56,11 +56,11 @@ def test_content_is_compared_once_where_nobody_can_change_it(bench, capturer, mo
     compared = []
     equal = torch.equal
     ours, _ = bench.patch(capturer=capturer, verify="never")
-    from graph_cache.models.comfyui import adapter
+    from graph_cache.models.comfyui import calls
 
     counting = type("Counting", (), {"equal": lambda a, b: compared.append(1) or equal(a, b)})
     counting.Tensor = torch.Tensor
-    monkeypatch.setattr(adapter, "torch", counting)
+    monkeypatch.setattr(calls, "torch", counting)
     bench.sample(ours, steps=7)
     assert len(compared) == 1
 

@@ -1,8 +1,4 @@
-"""Adapter for ComfyUI's native `QwenImage21Transformer2DModel`.
-
-ComfyUI calls the model with all conditionings' content at every step. What tells them apart are
-the identities that a sampling run gives its conditionings (``transformer_options["uuids"]``).
-"""
+"""Adapter for ComfyUI's native `QwenImage21Transformer2DModel`."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +17,9 @@ from ...entries import Entry
 from ...layout import SequenceLayout
 from ...prefix import PrefixBuffers, PrefixShape
 from ...reasons import Fallback
-from ..base import ModelCall, Phase
+from ..base import ModelCall
 from . import core, step
+from .calls import Conditioning, content_changed, read_call
 from .checks import (
     RunContext,
     attention_fallbacks,
@@ -40,22 +36,6 @@ from .residency import Residency
 
 _NOT_FOR_A_STEP = ("wrappers", "callbacks")
 """Entries of ``transformer_options`` that no block reads and no graph should keep alive."""
-
-
-@dataclass(eq=False)
-class Conditioning:
-    """One conditioning of a run, or several in one batch.
-
-    Attributes
-    ----------
-    content
-        Prompt embedding and reference latents of the prefill, until they have been compared.
-    problem
-        Why it cannot be trusted any more.
-    """
-
-    content: list[torch.Tensor] = field(repr=False)
-    problem: Fallback | None = None
 
 
 class ComfyUIAdapter:
@@ -132,49 +112,7 @@ class ComfyUIAdapter:
         def run_native() -> Any:
             return native(*args, **kwargs)
 
-        return handle(self._read(run_native, args, kwargs, inner))
-
-    def _read(
-        self, run_native: Callable[[], Any], args: tuple, kwargs: dict, inner: str
-    ) -> ModelCall:
-        """A call in the manager's terms."""
-        unknown = _unknown_arguments(args)
-        if unknown:
-            # The model's own path, but counted.
-            return _unread(run_native, args, unknown)
-        latent, timestep, context, references, slots, options = args
-        references, slots = list(references or []), list(slots or [])
-        arguments = {
-            "latent": latent,
-            "timestep": timestep,
-            "context": context,
-            "references": references,
-            "slots": slots,
-            "transformer_options": options,
-            "further": kwargs,
-            "inner_wrappers": inner,
-            "unknown": "",
-        }
-        identity = (
-            *(tuple(options.get("uuids", ())), tuple(options.get("cond_or_uncond", ()))),
-            *(latent.shape, latent.dtype, latent.device, context.shape, context.dtype),
-            *(tuple(reference.shape for reference in references), tuple(slots)),
-        )
-        conditioning = self._conditionings.get(identity)
-        phase = Phase.PREFILL if conditioning is None else Phase.DECODE
-        if conditioning is None:
-            conditioning = Conditioning([context, *references])
-            self._conditionings[identity] = conditioning
-        return ModelCall(
-            phase=phase,
-            conditioning=conditioning,
-            device=latent.device,
-            dtype=latent.dtype,
-            batch=latent.shape[0],
-            strides=latent.stride(),
-            arguments=arguments,
-            run_native=run_native,
-        )
+        return handle(read_call(run_native, args, kwargs, inner, self._conditionings))
 
     # --- what stops us ---------------------------------------------------------------------
 
@@ -192,31 +130,8 @@ class ComfyUIAdapter:
         if conditioning is None:
             return call_fallback(call.arguments)
         if conditioning.problem is None:
-            conditioning.problem = self._changed(call)
+            conditioning.problem = content_changed(call, again=self._watch_content)
         return conditioning.problem or call_fallback(call.arguments)
-
-    def _changed(self, call: ModelCall) -> Fallback | None:
-        """Whether a conditioning's content is another one than at the prefill.
-
-        ComfyUI's identities stand for the conditionings that a run was given, but other nodes can
-        replace what is in them from step to step. So content is compared at the first decode step,
-        and at every one where a node is in the run that could do that: a host sync each time.
-        """
-        conditioning, arguments = call.conditioning, call.arguments
-        if call.phase is not Phase.DECODE or not conditioning.content:
-            return None
-        now = [arguments["context"], *arguments["references"]]
-        changed = [
-            index
-            for index, (then, other) in enumerate(zip(conditioning.content, now))
-            if not torch.equal(then, other)
-        ]
-        if changed or not self._watch_content:
-            conditioning.content = []
-        if not changed:
-            return None
-        what = "the prompt" if 0 in changed else f"reference {changed[0]}"
-        return Fallback("conditioning_changed", what)
 
     def attention(self, call: ModelCall) -> str:
         return ",".join(attention_names(self.model, call.arguments["transformer_options"]))
@@ -344,29 +259,3 @@ class ComfyUIAdapter:
     def make_room(self, nbytes: int, device: torch.device) -> None:
         if self._context is not None:
             core.free_others(nbytes, device, (self._context.patcher, *self._context.in_use))
-
-
-def _unknown_arguments(args: tuple) -> str:
-    """What about a call's positional arguments is not as ComfyUI passes them; empty if nothing."""
-    if len(args) != 6 or not isinstance(args[5], dict):
-        return f"the model is called with {len(args)} arguments"
-    latent, _, context, *_ = args
-    if not isinstance(latent, torch.Tensor) or latent.ndim != 4:
-        return "latents are not of four dimensions"
-    if not isinstance(context, torch.Tensor) or context.ndim != 3:
-        return "the prompt is not of three dimensions"
-    return ""
-
-
-def _unread(run_native: Callable[[], Any], args: tuple, unknown: str) -> ModelCall:
-    latent = next((value for value in args if isinstance(value, torch.Tensor)), torch.empty(0))
-    return ModelCall(
-        phase=Phase.UNCACHED,
-        conditioning=None,
-        device=latent.device,
-        dtype=latent.dtype,
-        batch=latent.shape[0] if latent.ndim else 1,
-        strides=latent.stride(),
-        arguments={"unknown": unknown, "transformer_options": {}},
-        run_native=run_native,
-    )
