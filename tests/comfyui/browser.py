@@ -67,6 +67,8 @@ class Canvas:
             "Comfy.VueNodes.Enabled": renderer == "vue",
             "Comfy.VueNodes.AutoScaleLayout": False,
             "Comfy.Locale": locale,
+            "Comfy.Minimap.Visible": False,
+            "LiteGraph.Canvas.MinFontSizeForLOD": 0,
             # A page that is loaded again shows the same workflow.
             "Comfy.Workflow.Persist": True,
         }.items():

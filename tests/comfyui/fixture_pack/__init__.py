@@ -77,7 +77,57 @@ class EmptyLatent:
         return ({"samples": torch.zeros(1, 64, height, width)},)
 
 
+def _official(name, outputs, required, optional=None):
+    """Stands for a node of a later ComfyUI, so that workflows can be loaded and looked over."""
+
+    def inputs(cls):
+        return {"required": required, "optional": optional or {}}
+
+    def make(self, **given):
+        raise NotImplementedError(f"{name} is only here to be looked at")
+
+    return type(
+        name,
+        (),
+        {
+            "CATEGORY": "tests",
+            "FUNCTION": "make",
+            "RETURN_TYPES": tuple(outputs.values()),
+            "RETURN_NAMES": tuple(outputs),
+            "INPUT_TYPES": classmethod(inputs),
+            "make": make,
+        },
+    )
+
+
+_TEXT = ("STRING", {"multiline": True, "default": ""})
+_LATER = {
+    "TextEncodeQwenImage21": _official(
+        "TextEncodeQwenImage21",
+        {"positive": "CONDITIONING", "negative": "CONDITIONING", "latent": "LATENT"},
+        {
+            "clip": ("CLIP",),
+            "prompt": _TEXT,
+            "negative_prompt": _TEXT,
+            "resolution": ("INT", {"default": 1024, "min": 0, "max": 4096, "step": 32}),
+        },
+        {"vae": ("VAE",), **{f"images.image_{index}": ("IMAGE",) for index in range(1, 4)}},
+    ),
+    "ManualSigmas": _official(
+        "ManualSigmas", {"SIGMAS": "SIGMAS"}, {"sigmas": ("STRING", {"default": ""})}
+    ),
+}
+
+
+def _missing_here():
+    """Of those nodes, the ones that this ComfyUI lacks."""
+    import nodes
+
+    return {name: cls for name, cls in _LATER.items() if name not in nodes.NODE_CLASS_MAPPINGS}
+
+
 NODE_CLASS_MAPPINGS = {
+    **_missing_here(),
     "TestStandInModel": StandInModel,
     "TestStandInPrompt": StandInPrompt,
     "TestEmptyLatent": EmptyLatent,
