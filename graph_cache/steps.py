@@ -95,6 +95,11 @@ class StepRunner:
         outcome = self._graph(run, call, entry, body, graphs)
         if isinstance(outcome, Fallback):
             outcome = self._eager(run, call, entry, body, outcome)
+        if isinstance(outcome, Outcome) and not entry.decoded:
+            entry.decoded = True
+            # Only then: what the model keeps is what the others will be compared with.
+            if all(other.decoded for other in self._store if other.run == entry.run):
+                self._adapter.settle()
         return outcome
 
     def _graph(
@@ -150,11 +155,6 @@ class StepRunner:
             output = body()
         if not self._body_is_exact(run, call, entry, output):
             return Fallback("parity", f"{run.report.dtype} on {run.report.device}")
-        if not entry.decoded:
-            entry.decoded = True
-            # Only then: what the model keeps is what the others will be compared with.
-            if all(other.decoded for other in self._store if other.run == entry.run):
-                self._adapter.settle()
         return Outcome(self._adapter.wrap(call, output), Kind.EAGER, Path.BUFFERS, why)
 
     def _eager_reason(

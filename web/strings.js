@@ -32,6 +32,7 @@ const ENGLISH = {
   prefix: "Prefix",
   prefixValue: "{tokens} tokens, {references} references",
   memory: "Memory",
+  memoryValue: "{buffers} of buffers, {graphs} of graphs",
   captures: "Captures",
   capturesValue: "{count} in {seconds} s",
   weights: "Weights",

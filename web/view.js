@@ -116,7 +116,12 @@ function rowsOf(report) {
     const values = { tokens: found.prefix_tokens, references: found.references };
     rows.push([text("prefix"), text("prefixValue", values)]);
   }
-  if (report.peak_bytes) rows.push([text("memory"), mebibytes(report.peak_bytes)]);
+  if (report.peak_bytes) {
+    const buffers = report.conditionings.reduce((sum, one) => sum + (one.buffer_bytes ?? 0), 0);
+    const graphs = Math.max(0, report.peak_bytes - buffers);
+    const values = { buffers: mebibytes(buffers), graphs: mebibytes(graphs) };
+    rows.push([text("memory"), text("memoryValue", values)]);
+  }
   if (report.captures) {
     const values = { count: report.captures, seconds: report.capture_seconds.toFixed(2) };
     rows.push([text("captures"), text("capturesValue", values)]);

@@ -67,7 +67,14 @@ def report(**changes):
         "eager_reasons": {"warm_up": 1},
         "ms_per_call": {},
         "fallbacks": [fallback("warm_up", "The first decode step runs eagerly.", expected=True)],
-        "conditionings": [{"prefix_tokens": 4196, "references": 1, "target_tokens": 4096}],
+        "conditionings": [
+            {
+                "prefix_tokens": 4196,
+                "references": 1,
+                "target_tokens": 4096,
+                "buffer_bytes": 2_230_000_000,
+            }
+        ],
         "captures": 1,
         "capture_seconds": 0.041,
         "entries": 1,
@@ -78,7 +85,7 @@ def report(**changes):
         "step_ms": 31.2,
         "native_step_ms": 44.6,
         "seconds_saved": 0.32,
-        "weights": "int8, DynamicVRAM",
+        "weights": "int8, DynamicVRAM, resident",
         "verified": {"body": True, "replay": True},
         "error": None,
     }
@@ -324,6 +331,72 @@ def test_a_real_run_is_shown_and_shown_again_after_a_reload(canvas, server):
     canvas.page.wait_for_timeout(800)
     badges = canvas.page.locator(".qig-badge")
     assert sorted(badges.all_text_contents()) == ["Buffers", "Off"]
+
+
+def test_a_real_run_that_is_cancelled(canvas, server):
+    model = canvas.add("TestStandInModel", at=(20, 60))
+    text = canvas.add("TestStandInPrompt", at=(20, 200), seed=1, tokens=9, references=0)
+    latent = canvas.add("TestEmptyLatent", at=(20, 400))
+    cache = canvas.add("QwenImage21GraphCache", at=(300, 60))
+    seed = 100 + len(canvas.renderer)
+    sampler = canvas.add("KSampler", at=(660, 60), steps=9000, seed=seed, cfg=1)
+    save = canvas.add("SaveLatent", at=(990, 60))
+    canvas.connect(model, 0, cache, "model")
+    canvas.connect(cache, 0, sampler, "model")
+    for name in ("positive", "negative"):
+        canvas.connect(text, 0, sampler, name)
+    canvas.connect(latent, 0, sampler, "latent_image")
+    canvas.connect(sampler, 0, save, "samples")
+    canvas.run("() => app.queuePrompt(0, 1)")
+    badge, line = (canvas.readout().locator(f".qig-{part}") for part in ("badge", "line"))
+    canvas.page.wait_for_function(
+        "() => document.querySelector('.qig-line').textContent.startsWith('step ')", timeout=60000
+    )
+    assert "/9000" in line.text_content() and badge.text_content() == "Buffers"
+    canvas.picture("real_run_live")
+    server.post("/interrupt", {})
+    canvas.page.wait_for_function(
+        "() => document.querySelector('.qig-badge').textContent === 'Cancelled'", timeout=60000
+    )
+    canvas.picture("real_run_cancelled")
+
+
+@pytest.mark.parametrize("scale", [0.6, 1.6])
+def test_it_can_be_read_in_the_light_and_at_any_zoom(canvas, server, scale):
+    canvas.run("() => app.extensionManager.setting.set('Comfy.ColorPalette', 'light')")
+    canvas.page.wait_for_timeout(600)
+    node = canvas.add("QwenImage21GraphCache")
+    canvas.run(
+        "(scale) => { app.canvas.ds.scale = scale; app.canvas.setDirty(true, true); }", scale
+    )
+    canvas.tell(node, report=STATES["buffers"][0])
+    canvas.readout().locator(".qig-more").dispatch_event("click")
+    canvas.page.wait_for_timeout(500)
+    canvas.picture(f"light_{scale}")
+    contrast = canvas.run(
+        """() => {
+            const parse = (color) => color.match(/[\\d.]+/g).map(Number);
+            const light = ([r, g, b]) => {
+                const [x, y, z] = [r, g, b].map((value) => {
+                    const part = value / 255;
+                    return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+                });
+                return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+            };
+            const ratio = (one, other) => {
+                const [a, b] = [light(one), light(other)].sort((x, y) => y - x);
+                return (a + 0.05) / (b + 0.05);
+            };
+            const style = (name) => getComputedStyle(document.querySelector(name));
+            return [
+                ratio(parse(style('.qig-badge').color), parse(style('.qig-badge').backgroundColor)),
+                ratio(parse(style('.qig-more').color), parse(style('.qig-more').backgroundColor)),
+            ];
+        }"""
+    )
+    assert min(contrast) >= 4.5, contrast
+    inside(canvas, canvas.readout())
+    canvas.run("() => app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
 
 
 def test_it_speaks_chinese(server, chromium, canvas):

@@ -235,10 +235,15 @@ def test_the_models_own_copy_of_the_prefix_is_given_up(bench):
         seen.append(bool(bench.model.prefix_cache))
         return out
 
-    ours, _ = bench.patch(mode="buffers", verify="never")
-    ours.add_wrapper_with_key("apply_model", "look", look)
-    bench.sample(ours)
-    assert seen == [True, False, False, False, False]
+    options = {"verify": "never", "keep_between_runs": True}
+    for mode in ("buffers", "auto"):
+        ours, _ = bench.patch(mode=mode, capturer=FakeCapturer(), **options)
+        ours.add_wrapper_with_key("apply_model", "look", look)
+        for _ in range(2):
+            seen.clear()
+            bench.sample(ours)
+            assert seen == [True, False, False, False, False]
+    assert bench.report.counts["replayed"] == 4
 
 
 def test_a_sampler_inside_a_sampler(kind, capturer):
@@ -314,7 +319,7 @@ def test_time_saved_is_told_once_a_run_without_us_was_seen(bench, capturer):
     assert bench.report.seconds_saved == 7 * (native - bench.report.step_ms) / 1e3
     bench.sample(ours, steps=8, size=(2, 2))
     assert bench.report.native_step_ms is None
-    assert bench.report.weights == "float32"
+    assert bench.report.weights == "float32, resident"
 
 
 def test_the_model_is_not_kept_alive():

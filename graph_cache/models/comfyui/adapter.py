@@ -55,6 +55,7 @@ class ComfyUIAdapter:
         self._residency = Residency(model)
         self._context: RunContext | None = None
         self._watch_content = True
+        self._device: torch.device | None = None
         self._conditionings: dict[tuple, Conditioning] = {}
 
     # --- the door --------------------------------------------------------------------------
@@ -90,8 +91,14 @@ class ComfyUIAdapter:
         return (self.describe_weights(), *sorted(map(str, sizes)))
 
     def describe_weights(self) -> str:
-        """Type of the blocks' weights, and where they are."""
+        """Type of the blocks' weights, and who holds them."""
         return describe_weights(self.model, self._residency)
+
+    def weights_are_resident(self) -> bool:
+        """Whether all weights are on the device of the last call now."""
+        away = weight_fallbacks(self.model, self._residency, self._device)
+        with self._residency.resident() as missing:
+            return missing is None and "weights_streamed" not in {found.code for found in away}
 
     def receive(self, native: Callable[..., Any], args: tuple, kwargs: dict, inner: str) -> Any:
         """Take one call of the model.
@@ -112,7 +119,9 @@ class ComfyUIAdapter:
         def run_native() -> Any:
             return native(*args, **kwargs)
 
-        return handle(read_call(run_native, args, kwargs, inner, self._conditionings))
+        call = read_call(run_native, args, kwargs, inner, self._conditionings)
+        self._device = call.device
+        return handle(call)
 
     # --- what stops us ---------------------------------------------------------------------
 

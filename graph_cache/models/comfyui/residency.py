@@ -87,6 +87,7 @@ class Residency:
     def resident(self) -> Iterator[Fallback | None]:
         """Pin every range; yields None, or why the weights cannot be relied on."""
         if not self._ranges:
+            # Outside DynamicVRAM a weight is where it is; `weight_fallbacks` has looked.
             yield None
             return
         vbar, pinned, signatures = core.vbar(), [], []

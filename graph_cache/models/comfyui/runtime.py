@@ -266,7 +266,8 @@ class Runtime:
         """What only this side knows: times of steps, and what the weights are."""
         report.planned_steps = self._adapter.planned_steps
         report.step_ms = self._pace.step_ms
-        report.weights = self._adapter.describe_weights()
+        place = "resident" if self._adapter.weights_are_resident() else "streamed"
+        report.weights = f"{self._adapter.describe_weights()}, {place}"
         workload = self._adapter.workload()
         if report.path is Path.NATIVE and report.step_ms is not None and report.error is None:
             remember_native(workload, report.step_ms)
