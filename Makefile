@@ -21,7 +21,7 @@ else
 READY =
 endif
 
-.PHONY: demo test test-comfyui lint bench clean
+.PHONY: demo test test-comfyui comfyui-path lint bench clean
 demo: $(call READY,pipeline)
 	@# Through the environment, so that a prompt may hold quotes.
 	@$(PY) -m graph_cache.demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"} \
@@ -32,10 +32,13 @@ test: $(call READY,test)
 	@$(PY) tests/comfyui/unpack.py
 	$(PY) -m pytest $(ARGS)
 
-test-comfyui: $(call READY,comfyui-newer)
+TESTS ?= tests/comfyui
+test-comfyui: comfyui-path $(call READY,comfyui-newer)
+	COMFYUI_PATH="$$COMFYUI_PATH" $(PY) -m pytest $(TESTS) $(ARGS)
+
+comfyui-path:
 	@test -d "$$COMFYUI_PATH/comfy" || \
-	  { echo "error: COMFYUI_PATH=$$COMFYUI_PATH holds no ComfyUI"; exit 1; }
-	COMFYUI_PATH="$$COMFYUI_PATH" $(PY) -m pytest tests/comfyui $(ARGS)
+	  { echo "error: give COMFYUI_PATH=/path/to/ComfyUI; '$$COMFYUI_PATH' holds none"; exit 1; }
 
 lint: $(call READY,test)
 	$(PY) -m ruff check .
@@ -45,16 +48,17 @@ bench: $(call READY,pipeline)
 	$(PY) -m graph_cache.bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo build
 
 $(VENV)/.ready-%: pyproject.toml | $(VENV)/bin/pip
+	@echo "filling $(VENV) with $(TORCH) and what it takes; this can be a while"
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[$*]"
 	@touch $@
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "error: diffusers needs Python 3.11 or newer and $(PYTHON) is older;" \
+	  { echo "error: diffusers needs Python 3.11 or newer; $(PYTHON) is older or not there;" \
 	    "name a newer one: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "error: $(PYTHON) has no venv module; install it (python3-venv)"; exit 1; }

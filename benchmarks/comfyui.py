@@ -9,6 +9,7 @@ other size, for a trial). Every row says whether its picture equals the one of m
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -18,12 +19,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _CONTEXT = 4096
+_NEEDED = ("torch", "torchvision", "torchaudio", "comfy_kitchen", "comfy_aimdo")
 _MODES = ("off", "buffers", "auto")
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--comfyui", type=Path, required=True, help="a ComfyUI of 0.36 or newer")
     parser.add_argument("--weights", choices=("bf16", "int8"), default="bf16")
     parser.add_argument(
@@ -45,7 +49,15 @@ def parse() -> argparse.Namespace:
         "--cpu", action="store_true", help="a trial of this script, not a benchmark"
     )
     parser.add_argument("--out", type=Path, help="also write the rows to this JSON file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not (options.comfyui / "comfy").is_dir():
+        parser.error(f"{options.comfyui} holds no ComfyUI")
+    if not (options.comfyui / "comfy" / "ldm" / "qwen_image21").is_dir():
+        parser.error(f"the ComfyUI in {options.comfyui} has no Qwen-Image-2.1")
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(f"run this with the Python of ComfyUI: {', '.join(missing)} is missing here")
+    return options
 
 
 def start_comfyui(options: argparse.Namespace) -> None:
@@ -69,6 +81,11 @@ def start_comfyui(options: argparse.Namespace) -> None:
         import comfy_aimdo.control
 
         comfy_aimdo.control.init()
+    # Only now: what stands above has to be settled before torch is loaded.
+    import torch
+
+    if not options.cpu and not torch.cuda.is_available():
+        sys.exit("error: torch sees no CUDA device; --cpu tries the script out")
     import comfy.model_management
 
     if dynamic:

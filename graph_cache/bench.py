@@ -173,6 +173,12 @@ def machine() -> dict:
     }
 
 
+def _shown(row: Row) -> str:
+    """The engine's name, and that it had no graph where it had none."""
+    asked = row.engine.startswith("graph")
+    return row.engine if row.counts.get("replayed") or not asked else f"{row.engine} (none here)"
+
+
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     head = ("case", "engine", "GPU ms", "host ms", "wall ms", "GPU busy", "x use_kv_cache")
@@ -181,7 +187,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         cells = [
             row.case,
-            row.engine,
+            _shown(row),
             "-" if row.gpu_ms is None else f"{row.gpu_ms:.2f}",
             f"{row.host_ms:.2f}",
             f"{row.wall_ms:.2f}",
@@ -241,7 +247,14 @@ def parser() -> argparse.ArgumentParser:
         help="what to generate (default: 64 128 on the small model, 512 1024 1024:1 otherwise)",
     )
     made.add_argument("--steps", type=int, default=12, help="denoising steps (default 12)")
-    made.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    made.add_argument(
+        "--engines",
+        nargs="+",
+        choices=ENGINES,
+        default=list(ENGINES),
+        metavar="ENGINE",
+        help=", ".join(f'"{engine}"' for engine in ENGINES),
+    )
     made.add_argument("--dtype", choices=_DTYPES, default=None, help="default bf16, fp32 on a CPU")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     weights = made.add_mutually_exclusive_group()

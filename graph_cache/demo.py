@@ -60,6 +60,8 @@ def load_pipeline(
     if model is None:
         return tiny_pipeline(device=device, dtype=_dtype(device)), {"prompt": prompt}
     folder = FilePath(model).expanduser()
+    if not folder.exists():
+        raise FileNotFoundError(f"there is nothing at {folder}")
     if not (folder / "model_index.json").is_file():
         raise FileNotFoundError(f"{folder} is no diffusers pipeline: it has no model_index.json")
     name = read_json(folder / "model_index.json").get("_class_name")

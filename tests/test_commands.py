@@ -106,7 +106,8 @@ def test_demo_on_a_model_folder(pictures, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "/no/such/folder"], "is no diffusers pipeline: it has no model_index.json"),
+        (["--model", "/no/such/folder"], "there is nothing at /no/such/folder"),
+        (["--model", "tests"], "is no diffusers pipeline: it has no model_index.json"),
         (["--size", "100"], "100 is not a multiple of 32"),
         (["--size", "big"], "'big' is no number of pixels"),
         (["--steps", "0"], "'0' is no positive number of steps"),

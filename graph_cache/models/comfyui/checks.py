@@ -32,7 +32,7 @@ _PLAIN_DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
 _LAYOUTS = ("TensorWiseINT8Layout",)
-"""Quantised layouts that were replayed bit for bit (docs/reliability.md)."""
+"""Quantised layouts whose steps were bit-equal over the buffers (docs/reliability.md)."""
 _LAYOUT_NAMES = {"TensorWiseINT8Layout": "int8"}
 _ATTENTION = ("attention_pytorch", "attention_flash", "attention_comfy_kitchen_int8")
 """Attention functions that decide nothing by the memory that is free."""
