@@ -151,7 +151,7 @@ def test_bench(tmp_path):
             conditionings = 2 if "cfg" in row["case"] else 1
             assert sum(row["counts"].values()) == 5 * conditionings
             assert row["verified"]["body"] is True
-    assert "| 64 px, batch 2, cfg | graph |" in done.stdout
+    assert "| 64 px, batch 2, cfg | graph (none here) |" in done.stdout
 
 
 @pytest.mark.parametrize(
