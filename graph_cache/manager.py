@@ -132,6 +132,11 @@ class GraphCache:
         """Bytes held by buffers and graphs."""
         return self._dispatcher.store.nbytes
 
+    @property
+    def entries(self) -> int:
+        """Conditionings whose buffers are held."""
+        return len(self._dispatcher.store)
+
     def report(self) -> RunReport:
         """What happened in the last run, or is happening in the current one."""
         with self._dispatcher.lock:

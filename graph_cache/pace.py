@@ -33,15 +33,15 @@ class Pace:
         return self._steps[-1]
 
     @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return len(self._steps)
+
+    @property
     def step_ms(self) -> float | None:
         """Median time of the steps that are like all further ones; None before there are any."""
         like = self._steps[_BEFORE_REPLAY:]
         return statistics.median(like) if like else None
-
-    @property
-    def seconds(self) -> float:
-        """Time since the run was opened, loading the model included."""
-        return time.perf_counter() - self._began
 
 
 def remember_native(workload: Hashable, step_ms: float) -> None:

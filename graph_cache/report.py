@@ -113,8 +113,8 @@ class RunReport:
         What the cache holds now, over all runs.
     peak_bytes
         The most that buffers and graphs held during the run.
-    planned_steps
-        Steps of the run's schedule; None where nobody tells.
+    planned_steps, finished_steps
+        Steps of the run's schedule, and those that ended; None where nobody tells.
     step_ms, native_step_ms
         What a step took, by the host's clock, and what it takes without the cache, as far as the
         process has seen a comparable run; None where that is not known.
@@ -145,6 +145,7 @@ class RunReport:
     graph_bytes: int = 0
     peak_bytes: int = 0
     planned_steps: int | None = None
+    finished_steps: int | None = None
     step_ms: float | None = None
     native_step_ms: float | None = None
     weights: str = ""
@@ -182,8 +183,7 @@ class RunReport:
         """Estimate of what the steps after the first took less than without the cache, in s."""
         if self.step_ms is None or self.native_step_ms is None or self.path is Path.NATIVE:
             return None
-        steps = (self.planned_steps or 1) - 1
-        return steps * (self.native_step_ms - self.step_ms) / 1e3
+        return ((self.finished_steps or 1) - 1) * (self.native_step_ms - self.step_ms) / 1e3
 
     def to_dict(self) -> dict:
         """The report as plain data; waits for the run's GPU work to have its times."""
@@ -222,6 +222,7 @@ class RunReport:
             "graph_bytes": self.graph_bytes,
             "peak_bytes": self.peak_bytes,
             "planned_steps": self.planned_steps,
+            "finished_steps": self.finished_steps,
             "step_ms": _rounded(self.step_ms),
             "native_step_ms": _rounded(self.native_step_ms),
             "seconds_saved": _rounded(self.seconds_saved),

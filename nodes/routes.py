@@ -33,11 +33,12 @@ def register() -> None:
     @server.routes.post(RELEASE)
     async def post_release(request: web.Request) -> web.Response:
         """Give back what a node's cache holds, or what all hold: ``{"node": "12"}`` or ``{}``."""
-        if request.content_length is not None and request.content_length > _MOST_BYTES:
+        body = await request.content.read(_MOST_BYTES + 1)
+        if len(body) > _MOST_BYTES:
             return _refuse(413, f"a request of more than {_MOST_BYTES} bytes")
         try:
-            content = await request.json() if request.can_read_body else {}
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            content = json.loads(body or b"{}")
+        except (ValueError, RecursionError):
             return _refuse(400, "the request is not JSON")
         if not isinstance(content, dict) or not set(content) <= {"node"}:
             return _refuse(400, "the request must be an object with nothing but 'node'")

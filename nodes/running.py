@@ -26,13 +26,24 @@ def patched_for(
     return patched, found
 
 
-def status() -> dict[str, dict]:
-    """What every node's cache holds, and its last report, by node id."""
-    held = {node_id: runtime.held_bytes for node_id, runtime in sorted(_runtimes.items())}
-    return {
-        node_id: {"held_bytes": held.get(node_id, 0), "report": reports.get(node_id)}
-        for node_id in sorted({*held, *reports})
-    }
+def status() -> list[dict]:
+    """What every node's cache holds, and its last report."""
+    # Copies: a run may be adding to them in its own thread.
+    runtimes, last = dict(_runtimes.items()), dict(reports)
+    found = []
+    for node_id in sorted({*runtimes, *last}):
+        runtime = runtimes.get(node_id)
+        workflow, report = last.get(node_id, (None, None))
+        found.append(
+            {
+                "node": node_id,
+                "workflow": workflow,
+                "entries": 0 if runtime is None else runtime.held_entries,
+                "held_bytes": 0 if runtime is None else runtime.held_bytes,
+                "report": report,
+            }
+        )
+    return found
 
 
 def release(node_id: str | None = None) -> list[str]:

@@ -81,7 +81,9 @@ class QwenImage21GraphSampler(io.ComfyNode):
             ],
             outputs=[
                 io.Latent.Output(tooltip="The denoised latent."),
-                io.String.Output("STATUS", tooltip="What the cache did and why, as JSON."),
+                io.String.Output(
+                    "STATUS", display_name="STATUS", tooltip="What the cache did and why, as JSON."
+                ),
             ],
             hidden=[io.Hidden.unique_id],
             **known(io.Schema, has_intermediate_output=True),

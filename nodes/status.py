@@ -30,8 +30,8 @@ _SECONDS_BETWEEN = 0.15
 _MOST_REPORTS = 200
 """Of nodes, kept for a page that is loaded again."""
 
-reports: OrderedDict[str, dict] = OrderedDict()
-"""The last report of each node, by its id, the oldest first."""
+reports: OrderedDict[str, tuple[str | None, dict]] = OrderedDict()
+"""The last report of each node with its workflow, by the node's id, the oldest first."""
 _last: RunReport | None = None
 
 
@@ -84,7 +84,7 @@ class Publisher:
         _last = report
         content = report.to_dict()
         if self._node_id is not None:
-            reports[self._node_id] = content
+            reports[self._node_id] = (running_workflow(), content)
             reports.move_to_end(self._node_id)
             if len(reports) > _MOST_REPORTS:
                 reports.popitem(last=False)
@@ -96,7 +96,21 @@ class Publisher:
             return
         if not _readout_is_there:
             server.send_progress_text(line, self._node_id)
-        server.send_sync(EVENT, {"node": self._node_id, "line": line, **content})
+        event = {"node": self._node_id, "workflow": running_workflow(), "line": line, **content}
+        # To the page that asked for the run; to all of them where none did.
+        server.send_sync(EVENT, event, getattr(server, "client_id", None))
+
+
+def running_workflow() -> str | None:
+    """Id of the workflow that is being run, as its page saved it; None where nobody tells.
+
+    Node ids are a workflow's own, and a page can show another one by now.
+    """
+    try:
+        running, _ = prompt_server().prompt_queue.get_current_queue()
+        return running[0][3]["extra_pnginfo"]["workflow"]["id"]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None
 
 
 def prompt_server() -> Any | None:
@@ -169,7 +183,7 @@ class QwenImage21GraphStatus(io.ComfyNode):
                     tooltip="Connect any sampler's LATENT, so that this node runs after it.",
                 ),
             ],
-            outputs=[io.String.Output("text", tooltip="The report as text.")],
+            outputs=[io.String.Output("text", display_name="text", tooltip="The report as text.")],
             is_output_node=True,
             # Alone it has no inputs that could tell ComfyUI that there is something new to show.
             not_idempotent=True,

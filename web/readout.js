@@ -14,12 +14,16 @@ SETTING.mode = "QwenImageGraph.DefaultMode";
 
 const setting = (id) => app.extensionManager?.setting?.get(id);
 
-// Last states by execution id, so that a node that is drawn anew shows them.
+// Last states by workflow and execution id, so that a node that is drawn anew shows its own.
 const states = new Map();
+const MOST_STATES = 400;
+
+const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
+const keyOf = (workflow, executionId) => `${workflow ?? rootGraph()?.id ?? ""} ${executionId}`;
 
 // The node of an execution id; "459:490" leads through the subgraph of node 459.
 function nodeOf(executionId) {
-  let graph = app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
+  let graph = rootGraph();
   let node = null;
   for (const part of String(executionId).split(":")) {
     node = graph?.getNodeById?.(Number(part)) ?? graph?.getNodeById?.(part) ?? null;
@@ -29,47 +33,69 @@ function nodeOf(executionId) {
   return node;
 }
 
-// A node's own execution id, as far as the canvas tells: the path of the subgraphs around it.
-function idsOf(node) {
+// A node's execution ids: one for each way through subgraphs that leads to it.
+function idsOf(node, graph = rootGraph(), path = "") {
   const ids = [];
-  for (const id of states.keys()) if (nodeOf(id) === node) ids.push(id);
-  return ids.length ? ids : [String(node.id)];
+  for (const one of graph?.nodes ?? graph?._nodes ?? []) {
+    if (one === node) ids.push(`${path}${one.id}`);
+    if (one.subgraph) ids.push(...idsOf(node, one.subgraph, `${path}${one.id}:`));
+  }
+  return ids;
 }
 
-function show(executionId, changes) {
+function show(workflow, executionId, changes) {
+  const key = keyOf(workflow, executionId);
+  const state = { ...states.get(key), ...changes };
+  states.delete(key);
+  states.set(key, state);
+  if (states.size > MOST_STATES) states.delete(states.keys().next().value);
+  if (key !== keyOf(null, executionId)) return;
   const node = nodeOf(executionId);
-  const state = { ...states.get(String(executionId)), ...changes };
-  if (node) state.of = node;
-  states.set(String(executionId), state);
   node?.qigReadout?.update(changes);
+  node?.graph?.setDirtyCanvas?.(true, true);
 }
 
 const modeOf = (node) => node.widgets?.find((widget) => widget.name === "mode");
 
+const modeIsLinked = (node) =>
+  node.inputs?.some((input) => input.name === "mode" && input.link != null) ?? false;
+
 function toggle(node) {
   const widget = modeOf(node);
-  if (!widget) return;
+  if (!widget || modeIsLinked(node)) return;
   const previous = node.qigModeBefore ?? "auto";
   if (widget.value !== "off") node.qigModeBefore = widget.value;
   widget.value = widget.value === "off" ? previous : "off";
   widget.callback?.(widget.value, app.canvas, node);
   node.graph?.setDirtyCanvas?.(true, true);
   // Undo, and the mark of an unsaved workflow.
-  app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.checkState?.();
+  const tracker = app.extensionManager?.workflow?.activeWorkflow?.changeTracker;
+  (tracker?.captureCanvasState ?? tracker?.checkState)?.call(tracker);
 }
 
 async function release(node) {
-  const answers = [];
+  let held = false;
   for (const id of idsOf(node)) {
     const answer = await api.fetchApi("/qwen_image_graph/release", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({ node: id }),
     });
-    if (answer.ok) return text("released");
-    answers.push((await answer.json().catch(() => ({}))).error ?? String(answer.status));
+    if (!answer.ok && answer.status !== 404) {
+      return text("releaseFailed", { why: `${answer.status} ${answer.statusText}` });
+    }
+    held ||= answer.ok;
   }
-  return text("releaseFailed", { why: answers.join("; ") });
+  return text(held ? "released" : "nothingHeld");
+}
+
+// The help page as text: ComfyUI serves its file for downloading.
+async function help(nodeId) {
+  const page = await fetch(new URL(`./docs/${nodeId}.md`, import.meta.url));
+  const shown = new Blob([await page.text()], { type: "text/plain;charset=utf-8" });
+  const url = URL.createObjectURL(shown);
+  window.open(url, "_blank", "noopener");
+  setTimeout(() => URL.revokeObjectURL(url), 60000);
 }
 
 async function copy(content) {
@@ -84,15 +110,24 @@ async function copy(content) {
 function addReadout(node, nodeId) {
   const readout = new Readout({
     toggle: () => toggle(node),
-    release: () => release(node),
+    release: WITH_TOGGLE.includes(nodeId) ? () => release(node) : null,
     copy,
-    help: new URL(`./docs/${nodeId}.md`, import.meta.url).href,
+    help: () => help(nodeId),
+    whyNoToggle: () => {
+      if (!modeOf(node)) return text("noToggle");
+      return modeIsLinked(node) ? text("fromElsewhere") : null;
+    },
+    // By as much as the readout has grown: the rest of the height is the user's.
     resized: () => {
+      const now = readout.height();
       const [width, height] = node.computeSize();
-      node.setSize?.([Math.max(node.size[0], width), height]);
+      const wanted = node.size[1] + now - (readout.heightInNode ?? now);
+      readout.heightInNode = now;
+      node.setSize?.([Math.max(node.size[0], width), Math.max(wanted, height)]);
       node.graph?.setDirtyCanvas?.(true, true);
     },
   });
+  forwardToCanvas(readout.element);
   node.qigReadout = readout;
   readout.showTimes = setting(SETTING.times) ?? true;
   const widget = node.addDOMWidget("readout", "qwen_image_graph", readout.element, {
@@ -111,15 +146,37 @@ function addReadout(node, nodeId) {
       return theirs?.apply(this, [value, ...more]);
     };
   }
-  if (setting(SETTING.open)) readout.expand(true);
-  else readout.actions.resized();
+  readout.actions.resized();
+  // A workflow that is being loaded has its sizes already.
+  if (setting(SETTING.open) && !app.configuringGraph) readout.expand(true);
+}
+
+// On the canvas, the wheel and the middle button move the canvas, wherever the pointer is.
+function forwardToCanvas(element) {
+  const onCanvas = () => !window.LiteGraph?.vueNodesMode;
+  element.addEventListener("wheel", (event) => {
+    if (!onCanvas()) return;
+    event.preventDefault();
+    app.canvas.processMouseWheel(event);
+  });
+  const forward = {
+    pointerdown: ["processMouseDown", (event) => event.button === 1],
+    pointermove: ["processMouseMove", (event) => (event.buttons & 4) === 4],
+    pointerup: ["processMouseUp", (event) => event.button === 1],
+  };
+  for (const [kind, [method, isMiddle]] of Object.entries(forward)) {
+    element.addEventListener(kind, (event) => {
+      if (onCanvas() && isMiddle(event)) app.canvas[method]?.(event);
+    });
+  }
 }
 
 // Values and ids of a node are set after its creation: when it is added, and when a workflow is
 // loaded. Before it is in a graph, a copy has the id of the node that it was copied from.
 function refresh(node) {
   if (!node.graph) return;
-  const { live = null, report = null } = states.get(idsOf(node)[0]) ?? {};
+  const known = idsOf(node).map((id) => states.get(keyOf(null, id)));
+  const { live = null, report = null } = known.find(Boolean) ?? {};
   node.qigReadout?.update({ mode: modeOf(node)?.value ?? "auto", live, report });
 }
 
@@ -157,27 +214,27 @@ app.registerExtension({
   async setup() {
     await loadStrings(api, setting("Comfy.Locale") ?? "en");
     api.addEventListener(EVENT, ({ detail }) => {
-      if (detail.live) show(detail.node, { live: detail.live });
-      else show(detail.node, { live: null, report: detail.report });
+      if (detail.live) show(detail.workflow, detail.node, { live: detail.live });
+      else show(detail.workflow, detail.node, { live: null, report: detail.report });
     });
     // A run that ends without a report of ours must not look as if it went on.
     for (const end of ["execution_interrupted", "execution_error", "execution_success"]) {
       api.addEventListener(end, () => {
-        for (const id of states.keys()) show(id, { live: null });
+        for (const state of states.values()) state.live = null;
+        eachReadout((readout) => readout.update({ live: null }));
       });
     }
     try {
       const { nodes } = await (await api.fetchApi("/qwen_image_graph/status?readout=1")).json();
-      for (const [id, { report }] of Object.entries(nodes)) if (report) show(id, { report });
+      for (const { node, workflow, report } of nodes) if (report) show(workflow, node, { report });
     } catch (error) {
       console.warn("qwen_image_graph: no earlier reports:", error);
     }
     eachReadout((readout) => readout.render());
   },
 
-  // Ids are a workflow's own: what is not of this one must not show up on a later node.
+  // Another workflow, or this one after an undo.
   afterConfigureGraph() {
-    for (const id of states.keys()) if (!nodeOf(id)?.qigReadout) states.delete(id);
     eachNode(refresh);
   },
 
@@ -201,17 +258,18 @@ app.registerExtension({
         refresh(this);
       });
     }
-    chain("onRemoved", function () {
-      for (const [id, { of }] of states) if (of === this) states.delete(id);
+    chain("onConnectionsChange", function () {
+      this.qigReadout?.render();
     });
     chain("onExecuted", function (output) {
       const report = output?.[UI_KEY]?.[0];
-      if (report) this.qigReadout?.update({ live: null, report });
+      if (!report) return;
+      for (const id of idsOf(this)) show(null, id, { live: null, report });
     });
   },
 });
 
-function eachNode(visit, graph = app.rootGraph ?? app.graph) {
+function eachNode(visit, graph = rootGraph()) {
   for (const node of graph?.nodes ?? graph?._nodes ?? []) {
     if (node.qigReadout) visit(node);
     if (node.subgraph) eachNode(visit, node.subgraph);

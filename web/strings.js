@@ -45,6 +45,9 @@ const ENGLISH = {
   released: "Released",
   releaseFailed: "Nothing was released: {why}",
   help: "Help",
+  fromElsewhere: "The mode comes from what is connected to it",
+  noToggle: "The last run",
+  nothingHeld: "Nothing is held",
 };
 
 let texts = ENGLISH;

@@ -20,13 +20,13 @@ const STYLE = `
 .qig-body { display: flex; flex-direction: column; gap: 6px; }
 .qig-body[hidden] { display: none; }
 .qig-rows { display: grid; grid-template-columns: max-content 1fr; gap: 2px 10px; margin: 0; }
-.qig-rows dt { color: var(--descrip-text, #999); }
+.qig-rows dt, .qig-why .qig-hint, .qig-note, .qig-calm { opacity: 0.82; }
 .qig-rows dd { margin: 0; overflow-wrap: anywhere; }
 .qig-why { margin: 0; padding-left: 16px; }
 .qig-why li { margin: 2px 0; overflow-wrap: anywhere; }
-.qig-why .qig-hint { color: var(--descrip-text, #999); }
 .qig-buttons { display: flex; flex-wrap: wrap; gap: 4px; }
-.qig-note, .qig-calm { min-height: 16px; color: var(--descrip-text, #999); }
+.qig-note, .qig-calm { min-height: 16px; }
+.qig .qig-badge:disabled { cursor: default; }
 .qig-note:empty { display: none; }
 `;
 
@@ -71,15 +71,19 @@ export function summary({ mode, live, report }, showTimes = true) {
   };
   if (live) {
     const [key, tone] = live.mode === "off" ? ["off", "plain"] : paths[live.path];
-    const parts = [text("step", live), ...timed(live.step_ms), text(live.kind)];
+    const parts = [live.mode, text("step", live), ...timed(live.step_ms), text(live.kind)];
     return { key, tone, line: parts.join(" · ") };
   }
+  // What the node will do next comes before what it did.
+  if (mode === "off" && report?.mode !== "off") {
+    return { key: "off", tone: "plain", line: text("offLine") };
+  }
+  if (mode !== "off" && report?.mode === "off") report = null;
   if (report?.error) {
     const cancelled = report.error.startsWith("InterruptProcessingException");
     const key = cancelled ? "cancelled" : "failed";
     return { key, tone: cancelled ? "warn" : "bad", line: cancelled ? "" : report.error };
   }
-  if (mode === "off") return { key: "off", tone: "plain", line: text("offLine") };
   if (!report) return { key: "ready", tone: "plain", line: text("readyLine") };
   const unexpected = report.fallbacks.filter((found) => !found.expected);
   const [key, calm] = report.mode === "off" ? ["off", "plain"] : paths[report.path];
@@ -108,7 +112,8 @@ function rowsOf(report) {
     rows.push([text("stepTime"), `${ms(report.step_ms)} (${before})`]);
   }
   if (report.seconds_saved != null) {
-    const worth = report.seconds_saved > 0.02 * (report.native_step_ms / 1e3) * report.calls;
+    const run = (report.native_step_ms / 1e3) * (report.planned_steps ?? report.calls);
+    const worth = report.seconds_saved > 0.02 * run;
     const seconds = report.seconds_saved.toFixed(1);
     rows.push([text("saved"), worth ? text("seconds", { seconds }) : text("noGain")]);
   }
@@ -120,7 +125,10 @@ function rowsOf(report) {
     const buffers = report.conditionings.reduce((sum, one) => sum + (one.buffer_bytes ?? 0), 0);
     const graphs = Math.max(0, report.peak_bytes - buffers);
     const values = { buffers: mebibytes(buffers), graphs: mebibytes(graphs) };
-    rows.push([text("memory"), text("memoryValue", values)]);
+    // What other sizes hold is in the sum too, and in neither part.
+    const alone = report.entries <= report.conditionings.length;
+    const memory = alone ? text("memoryValue", values) : mebibytes(report.peak_bytes);
+    rows.push([text("memory"), memory]);
   }
   if (report.captures) {
     const values = { count: report.captures, seconds: report.capture_seconds.toFixed(2) };
@@ -131,7 +139,9 @@ function rowsOf(report) {
 }
 
 export class Readout {
-  // `actions`: { toggle(), release(), copy(text), help, resized() }; the first three may be async.
+  // `actions`: { toggle(), release(), copy(text), help(), resized(), whyNoToggle() }; release, copy
+  // and help may be async. Without release there is no such button; whyNoToggle says, as text, why
+  // the badge cannot be clicked now, if it cannot.
   constructor(actions) {
     addStyle();
     this.actions = actions;
@@ -141,6 +151,8 @@ export class Readout {
     this.badge = button("qig-badge", "", () => actions.toggle());
     this.line = element("span", "qig-line");
     this.line.setAttribute("role", "status");
+    this.shown = null;
+    this.lastHeight = 34;
     this.more = button("qig-more", "▸", () => this.expand(this.body.hidden));
     const head = element("div", "qig-head");
     head.append(this.badge, this.line, this.more);
@@ -163,7 +175,10 @@ export class Readout {
 
   // Height of what is shown, in CSS pixels before the canvas scales it.
   height() {
-    return this.body.hidden ? 34 : Math.max(34, 44 + this.body.scrollHeight);
+    if (this.body.hidden) this.lastHeight = 34;
+    // While a renderer moves the element it has no width, and its text would be a line a letter.
+    else if (this.element.clientWidth > 60) this.lastHeight = 44 + this.body.scrollHeight;
+    return this.lastHeight;
   }
 
   render() {
@@ -171,9 +186,13 @@ export class Readout {
     this.badge.textContent = text(key);
     this.badge.dataset.tone = tone;
     this.badge.dataset.state = key;
-    const toggle = text(this.state.mode === "off" ? "toggleOn" : "toggleOff");
+    const fixed = this.actions.whyNoToggle();
+    const toggle = fixed ?? text(this.state.mode === "off" ? "toggleOn" : "toggleOff");
+    this.badge.disabled = fixed != null;
     this.badge.title = toggle;
     this.badge.setAttribute("aria-label", `${text(key)}. ${toggle}`);
+    // Several changes a second are not to be read out; the end of a run is.
+    this.line.setAttribute("aria-live", this.state.live ? "off" : "polite");
     this.line.textContent = line;
     this.line.title = line;
     const open = !this.body.hidden;
@@ -181,11 +200,13 @@ export class Readout {
     this.more.title = text(open ? "less" : "more");
     this.more.setAttribute("aria-label", this.more.title);
     this.more.setAttribute("aria-expanded", String(open));
-    if (open) this.renderBody();
+    // Only what is new: a button that is replaced under the pointer is not clicked.
+    if (open && this.shown !== (this.state.report ?? "none")) this.renderBody();
   }
 
   renderBody() {
     const { report } = this.state;
+    this.shown = report ?? "none";
     const parts = [];
     if (report) {
       const rows = element("dl", "qig-rows");
@@ -229,12 +250,10 @@ export class Readout {
       const json = JSON.stringify(report, null, 2);
       row.append(button("qig-copy", text("copy"), () => say(() => this.actions.copy(json))));
     }
-    row.append(button("qig-release", text("release"), () => say(() => this.actions.release())));
-    const help = element("a", "qig-help", text("help"));
-    help.href = this.actions.help;
-    help.target = "_blank";
-    help.rel = "noopener";
-    row.append(help);
+    if (this.actions.release) {
+      row.append(button("qig-release", text("release"), () => say(() => this.actions.release())));
+    }
+    row.append(button("qig-help", text("help"), () => this.actions.help()));
     return row;
   }
 }

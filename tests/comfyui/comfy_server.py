@@ -93,7 +93,9 @@ class ComfyUIServer:
 
     def run(self, workflow: dict, client: str = "test") -> dict:
         """Queue a workflow in API format and wait; the history's entry."""
-        number = self.post("/prompt", {"prompt": workflow, "client_id": client})["prompt_id"]
+        extra = {"extra_pnginfo": {"workflow": {"id": "the workflow of the tests"}}}
+        content = {"prompt": workflow, "client_id": client, "extra_data": extra}
+        number = self.post("/prompt", content)["prompt_id"]
         until = time.monotonic() + 120
         while time.monotonic() < until:
             history = self.get(f"/history/{number}")

@@ -131,6 +131,7 @@ def test_a_workflow_makes_the_same_picture_on_every_way(server):
     assert "2 prefill, 10 eager" in text
     reports, texts, live = read(events)
     assert {report["node"] for report in reports} == {"cache", "sampler"}
+    assert {report["workflow"] for report in reports} == {"the workflow of the tests"}
     assert all(report["report"]["counts"]["prefill"] == 2 for report in reports)
     assert any(b"buffers: 0/12 calls as a graph" in text for text in texts)
     ended = [event["live"] for event in live if event["live"]["step"] == 6]
@@ -218,12 +219,13 @@ def used(name, nodes):
 
 def test_what_is_held_can_be_seen_and_given_back(server):
     server.run(workflow(cache={"keep_between_runs": True}))
-    nodes = server.get("/qwen_image_graph/status")["nodes"]
+    nodes = {one["node"]: one for one in server.get("/qwen_image_graph/status")["nodes"]}
     assert set(nodes) >= {"cache", "sampler"}
-    assert nodes["cache"]["held_bytes"] > 0
+    assert nodes["cache"]["held_bytes"] > 0 and nodes["cache"]["entries"] == 2
     assert nodes["cache"]["report"]["counts"]["prefill"] == 2
     assert server.post("/qwen_image_graph/release", {"node": "cache"}) == {"released": ["cache"]}
-    assert server.get("/qwen_image_graph/status")["nodes"]["cache"]["held_bytes"] == 0
+    nodes = {one["node"]: one for one in server.get("/qwen_image_graph/status")["nodes"]}
+    assert nodes["cache"]["held_bytes"] == nodes["cache"]["entries"] == 0
     assert "cache" in server.post("/qwen_image_graph/release", {})["released"]
 
 

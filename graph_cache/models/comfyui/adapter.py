@@ -87,8 +87,9 @@ class ComfyUIAdapter:
 
     def workload(self) -> tuple:
         """Tells runs apart whose steps are not comparable; prompts of any length are."""
-        sizes = {(latent, references) for _, _, latent, *_, references, _ in self._conditionings}
-        return (self.describe_weights(), *sorted(map(str, sizes)))
+        sizes = [(latent, references) for _, _, latent, *_, references, _ in self._conditionings]
+        way = () if self._context is None else self._context.way
+        return (self.describe_weights(), *way, *sorted(map(str, sizes)))
 
     def describe_weights(self) -> str:
         """Type of the blocks' weights, and who holds them."""

@@ -73,6 +73,8 @@ class RunContext:
         Name of our wrappers.
     core_sampler
         Whether what samples is ComfyUI's own.
+    sampler
+        Name of the sampling function.
     """
 
     patcher: Any
@@ -82,20 +84,32 @@ class RunContext:
     in_use: tuple = ()
     own_key: str = ""
     core_sampler: bool = True
+    sampler: str = ""
+
+    @property
+    def way(self) -> tuple[str, ...]:
+        """How the run samples, as far as that decides what a step takes."""
+        return (self.sampler, *sorted(map(str, self._foreign_wrappers())))
+
+    def _foreign_wrappers(self) -> set[Any]:
+        wrappers = self.options.get("transformer_options", {}).get("wrappers", {})
+        return {
+            key
+            for kind in _CONTENT_WRAPPERS
+            for key, listed in wrappers.get(kind, {}).items()
+            if listed and key != self.own_key
+        }
 
     def content_may_change(self) -> bool:
         """Whether anybody stands where a conditioning's content could be changed within a run.
 
         ComfyUI's own samplers never do that.
         """
-        wrappers = self.options.get("transformer_options", {}).get("wrappers", {})
-        foreign = {
-            key
-            for kind in _CONTENT_WRAPPERS
-            for key, listed in wrappers.get(kind, {}).items()
-            if listed and key != self.own_key
-        }
-        return bool(foreign) or "model_function_wrapper" in self.options or not self.core_sampler
+        return (
+            bool(self._foreign_wrappers())
+            or "model_function_wrapper" in self.options
+            or not self.core_sampler
+        )
 
 
 def is_native_model(model: object) -> bool:

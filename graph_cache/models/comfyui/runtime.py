@@ -132,6 +132,9 @@ class Runtime:
         if not ours or torch.compiler.is_compiling():
             return executor(*args, **kwargs)
         core.raise_if_interrupted()
+        if not self._called:
+            # Loading the model is over.
+            self._pace = Pace()
         self._called = True
         inner = executor.wrappers[executor.idx + 1 :]
         names = ", ".join(getattr(wrapper, "__qualname__", repr(wrapper)) for wrapper in inner)
@@ -159,6 +162,11 @@ class Runtime:
         """Bytes of buffers and graphs held now."""
         return 0 if self._cache is None else self._cache.nbytes
 
+    @property
+    def held_entries(self) -> int:
+        """Conditionings whose buffers are held now."""
+        return 0 if self._cache is None else self._cache.entries
+
     def release(self) -> None:
         """Give buffers and graphs back. A run in progress goes on over the model's own path."""
         if self._cache is not None:
@@ -175,7 +183,8 @@ class Runtime:
             self._attach(patcher.model.diffusion_model)
             self._cache.limits.headroom_bytes = core.headroom_bytes()
             steps = max(0, len(sigmas) - 1)
-            self._adapter.begin_run(self._context(guider, steps))
+            sampler = kwargs["sampler"] if "sampler" in kwargs else args[2]
+            self._adapter.begin_run(self._context(guider, steps, sampler))
             self._cache.open_run()
             self._pace = Pace()
         except (*OWN_ERRORS, ImportError) as error:
@@ -187,7 +196,8 @@ class Runtime:
             return False
         return True
 
-    def _context(self, guider: Any, steps: int) -> RunContext:
+    def _context(self, guider: Any, steps: int, sampler: Any) -> RunContext:
+        function = getattr(sampler, "sampler_function", sampler)
         held = [value for value in vars(guider).values() if hasattr(value, "load_device")]
         return RunContext(
             guider.model_patcher,
@@ -197,6 +207,7 @@ class Runtime:
             tuple(held),
             KEY,
             core_sampler=type(guider).__module__.partition(".")[0] in ("comfy", "comfy_extras"),
+            sampler=getattr(function, "__name__", type(function).__name__),
         )
 
     def _attach(self, model: Any) -> None:
@@ -265,6 +276,7 @@ class Runtime:
     def _complete(self, report: RunReport) -> None:
         """What only this side knows: times of steps, and what the weights are."""
         report.planned_steps = self._adapter.planned_steps
+        report.finished_steps = self._pace.steps
         report.step_ms = self._pace.step_ms
         place = "resident" if self._adapter.weights_are_resident() else "streamed"
         report.weights = f"{self._adapter.describe_weights()}, {place}"
