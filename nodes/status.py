@@ -57,6 +57,7 @@ class Publisher:
     def __init__(self, node_id: str | None) -> None:
         self._node_id = node_id
         self._next = 0.0
+        self._workflow: str | None = None
 
     def live(self, live: Live) -> None:
         """A step has ended."""
@@ -71,6 +72,8 @@ class Publisher:
         """A run has ended, one way or another."""
         logger.info("graph cache: %s", report.line())
         self._tell(report.line(), report)
+        # The next run can be another page's, of another workflow.
+        self._workflow = None
 
     def left_alone(self, why: Fallback) -> None:
         """The node does nothing here, and why."""
@@ -78,17 +81,23 @@ class Publisher:
         report = RunReport()
         report.note(why)
         self._tell(f"{why.sentence} {why.hint}", report)
+        self._workflow = None
 
     def _tell(self, line: str, report: RunReport) -> None:
         global _last
         _last = report
         content = report.to_dict()
         if self._node_id is not None:
-            reports[self._node_id] = (running_workflow(), content)
+            reports[self._node_id] = (self._running_workflow(), content)
             reports.move_to_end(self._node_id)
             if len(reports) > _MOST_REPORTS:
                 reports.popitem(last=False)
         self._send(line, {"report": content})
+
+    def _running_workflow(self) -> str | None:
+        """Asked once a run."""
+        self._workflow = self._workflow or running_workflow()
+        return self._workflow
 
     def _send(self, line: str, content: dict) -> None:
         server = prompt_server()
@@ -96,7 +105,8 @@ class Publisher:
             return
         if not _readout_is_there:
             server.send_progress_text(line, self._node_id)
-        event = {"node": self._node_id, "workflow": running_workflow(), "line": line, **content}
+        workflow = self._running_workflow()
+        event = {"node": self._node_id, "workflow": workflow, "line": line, **content}
         # To the page that asked for the run; to all of them where none did.
         server.send_sync(EVENT, event, getattr(server, "client_id", None))
 
@@ -106,8 +116,11 @@ def running_workflow() -> str | None:
 
     Node ids are a workflow's own, and a page can show another one by now.
     """
+    queue = getattr(prompt_server(), "prompt_queue", None)
+    # The later one does not copy whole workflows.
+    ask = getattr(queue, "get_current_queue_volatile", getattr(queue, "get_current_queue", None))
     try:
-        running, _ = prompt_server().prompt_queue.get_current_queue()
+        running, _ = ask()
         return running[0][3]["extra_pnginfo"]["workflow"]["id"]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None
