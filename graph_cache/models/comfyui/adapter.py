@@ -95,11 +95,15 @@ class ComfyUIAdapter:
         """Type of the blocks' weights, and who holds them."""
         return describe_weights(self.model, self._residency)
 
-    def weights_are_resident(self) -> bool:
-        """Whether all weights are on the device of the last call now."""
+    def weights_place(self) -> str:
+        """Where the weights were in the last run: resident, streamed, or empty if nobody looked.
+
+        Ranges of DynamicVRAM are not asked again for this: that would bring memory to them.
+        """
+        if self._residency.dynamic:
+            return "resident" if self._residency.complete else ""
         away = weight_fallbacks(self.model, self._residency, self._device)
-        with self._residency.resident() as missing:
-            return missing is None and "weights_streamed" not in {found.code for found in away}
+        return "streamed" if "weights_streamed" in {one.code for one in away} else "resident"
 
     def receive(self, native: Callable[..., Any], args: tuple, kwargs: dict, inner: str) -> Any:
         """Take one call of the model.

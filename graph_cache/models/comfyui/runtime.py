@@ -223,18 +223,17 @@ class Runtime:
         self._adapter, self._model = adapter, weakref.ref(model)
 
     def _close(self, error: BaseException | None) -> None:
+        report = self._cache.close_run()
+        if error is not None and report.error is None:
+            report.error = f"{type(error).__name__}: {first_line(error)}"
         try:
-            report = self._cache.close_run()
             self._complete(report)
-            if error is not None and report.error is None:
-                report.error = f"{type(error).__name__}: {first_line(error)}"
-            self._adapter.end_run()
-            if not self.options.keep_between_runs:
-                self.release()
         except OWN_ERRORS as raised:
-            logger.warning("graph cache: the run could not be closed", exc_info=raised)
-        else:
-            self._finish(report)
+            logger.warning("graph cache: the report is not complete", exc_info=raised)
+        self._adapter.end_run()
+        if not self.options.keep_between_runs:
+            self.release()
+        self._finish(report)
 
     def _finish(self, report: RunReport) -> None:
         self.report = report
@@ -278,8 +277,9 @@ class Runtime:
         report.planned_steps = self._adapter.planned_steps
         report.finished_steps = self._pace.steps
         report.step_ms = self._pace.step_ms
-        place = "resident" if self._adapter.weights_are_resident() else "streamed"
-        report.weights = f"{self._adapter.describe_weights()}, {place}"
+        streamed = "weights_streamed" in report.fallbacks
+        place = "streamed" if streamed else self._adapter.weights_place()
+        report.weights = ", ".join(filter(None, (self._adapter.describe_weights(), place)))
         workload = self._adapter.workload()
         if report.path is Path.NATIVE and report.step_ms is not None and report.error is None:
             remember_native(workload, report.step_ms)
