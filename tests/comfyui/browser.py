@@ -141,3 +141,18 @@ class Canvas:
         path = SCREENSHOTS / f"{name}_{self.renderer}.png"
         self.page.screenshot(path=path)
         return path
+
+
+def inside(canvas, readout):
+    """All of the readout is within its node: nothing is cut off or overlaps what is below."""
+    bounds = canvas.run(
+        """() => {
+            const node = app.graph.nodes.find((one) => one.qigReadout);
+            const scale = app.canvas.ds.scale;
+            const top = node.pos[1] + app.canvas.ds.offset[1];
+            const host = app.canvas.canvas.getBoundingClientRect().top;
+            return [host + (top - 40) * scale, host + (top + node.size[1] + 4) * scale];
+        }"""
+    )
+    box = readout.bounding_box()
+    assert box["y"] >= bounds[0] and box["y"] + box["height"] <= bounds[1] + 1, (box, bounds)

@@ -265,7 +265,7 @@ def test_room_is_left_for_weights_that_come_later(bench, capturer, monkeypatch):
     from graph_cache import entries
     from graph_cache.models.comfyui import core
     from graph_cache.models.comfyui.adapter import ComfyUIAdapter
-    from graph_cache.models.comfyui.checks import RunContext
+    from graph_cache.models.comfyui.run_context import RunContext
 
     monkeypatch.setattr(entries, "available_bytes", lambda device, graphs: 2**30)
     monkeypatch.setattr(core, "headroom_bytes", lambda: 2**20)

@@ -21,18 +21,17 @@ from ..base import ModelCall
 from . import core, step
 from .calls import Conditioning, content_changed, read_call
 from .checks import (
-    RunContext,
     attention_fallbacks,
     attention_is_known,
     attention_names,
     call_fallback,
     describe_weights,
     model_fallbacks,
-    run_fallbacks,
     weight_fallbacks,
 )
 from .prefill import PrefixTap
 from .residency import Residency
+from .run_context import RunContext, run_fallbacks
 
 _NOT_FOR_A_STEP = ("wrappers", "callbacks")
 """Entries of ``transformer_options`` that no block reads and no graph should keep alive."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ...eligibility import module_fallbacks
 from ...reasons import Fallback
 from . import core
 from .residency import Residency
+from .run_context import some
 from .step import modulation_parts
 
 # What the decode step touches. A model without exactly these is not one we know.
@@ -39,10 +39,6 @@ _ATTENTION = ("attention_pytorch", "attention_flash", "attention_comfy_kitchen_i
 
 _CORE_GRAPHS = "enable_graph"
 """What ComfyUI's own code says where it captures a model's blocks (`comfy.model_prefetch`)."""
-_CONTENT_WRAPPERS = (
-    *("sampler_sample", "predict_noise", "calc_cond_batch", "apply_model", "diffusion_model"),
-)
-"""Kinds of wrappers through which another node can give a conditioning other content."""
 _FURTHER = ("control", "attention_mask")
 """Arguments of a call beyond the six that are known, each with a reason of its own."""
 
@@ -53,91 +49,10 @@ _CALL_OPTIONS = {
 """Entries of ``transformer_options`` that no replay can honour."""
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """What the sampler runs with.
-
-    Attributes
-    ----------
-    patcher
-        ComfyUI's ModelPatcher of the run.
-    options
-        Its ``model_options``.
-    steps
-        Steps of the schedule; None where they cannot be told.
-    min_steps
-        Fewer steps than these are not worth it.
-    in_use
-        Patchers that the sampler holds besides.
-    own_key
-        Name of our wrappers.
-    core_sampler
-        Whether what samples is ComfyUI's own.
-    sampler
-        Name of the sampling function.
-    """
-
-    patcher: Any
-    options: Mapping[str, Any]
-    steps: int | None
-    min_steps: int
-    in_use: tuple = ()
-    own_key: str = ""
-    core_sampler: bool = True
-    sampler: str = ""
-
-    @property
-    def way(self) -> tuple[str, ...]:
-        """How the run samples, as far as that decides what a step takes."""
-        return (self.sampler, *sorted(map(str, self._foreign_wrappers())))
-
-    def _foreign_wrappers(self) -> set[Any]:
-        wrappers = self.options.get("transformer_options", {}).get("wrappers", {})
-        return {
-            key
-            for kind in _CONTENT_WRAPPERS
-            for key, listed in wrappers.get(kind, {}).items()
-            if listed and key != self.own_key
-        }
-
-    def content_may_change(self) -> bool:
-        """Whether anybody stands where a conditioning's content could be changed within a run.
-
-        ComfyUI's own samplers never do that.
-        """
-        return (
-            bool(self._foreign_wrappers())
-            or "model_function_wrapper" in self.options
-            or not self.core_sampler
-        )
-
-
 def is_native_model(model: object) -> bool:
     """Whether a model is ComfyUI's native Qwen-Image-2.1, by its class's name and methods."""
     names = [cls.__name__ for cls in type(model).__mro__]
     return "QwenImage21Transformer2DModel" in names and hasattr(model, "build_sequence")
-
-
-def run_fallbacks(context: RunContext) -> Iterator[Fallback]:
-    """What holds for a whole run, from the sampler's point of view."""
-    patcher, options = context.patcher, context.options
-    if context.steps is not None and context.steps < context.min_steps:
-        yield Fallback("short_run", f"{context.steps} steps, min_steps={context.min_steps}")
-    hooks = getattr(patcher, "hook_patches", None) or getattr(patcher, "forced_hooks", None)
-    if hooks or options.get("registered_hooks"):
-        yield Fallback("weight_hooks")
-    if getattr(patcher, "injections", None):
-        yield Fallback("injections", ", ".join(map(str, patcher.injections)))
-    if getattr(patcher, "weight_wrapper_patches", None):
-        yield Fallback("weight_wrappers", _some(patcher.weight_wrapper_patches))
-    patched = [key for key in getattr(patcher, "object_patches", ()) if _concerns_model(key)]
-    if patched:
-        yield Fallback("object_patches", _some(patched))
-    wrappers = options.get("transformer_options", {}).get("wrappers", {})
-    if "torch.compile" in _keys(wrappers) or "torch_compile_kwargs" in options:
-        yield Fallback("compiled", "by a node")
-    if options.get("multigpu_clones"):
-        yield Fallback("multi_gpu", f"{len(options['multigpu_clones'])} devices")
 
 
 def model_fallbacks(
@@ -200,10 +115,10 @@ def weight_fallbacks(
         if getattr(module, "weight_function", None) or getattr(module, "bias_function", None)
     ]
     if functions:
-        yield Fallback("weight_functions", _some(functions))
+        yield Fallback("weight_functions", some(functions))
     places = {tensor.device for tensor in residency.tensors()}
     if device is not None and places - {device}:
-        yield Fallback("weights_streamed", f"weights on {_some(sorted(map(str, places)))}")
+        yield Fallback("weights_streamed", f"weights on {some(sorted(map(str, places)))}")
     for tensor in model.parameters():
         layout = getattr(tensor, "_layout_cls", None)
         if layout is not None:
@@ -281,7 +196,7 @@ def call_fallback(arguments: Mapping[str, Any]) -> Fallback | None:
         return Fallback("structure_unknown", "calls without identities of their conditionings")
     patches = _block_patches(options)
     if patches:
-        return Fallback("block_patches", _some(patches))
+        return Fallback("block_patches", some(patches))
     for name, code in _CALL_OPTIONS.items():
         if options.get(name) is not None:
             return Fallback(code, name)
@@ -295,7 +210,7 @@ def call_fallback(arguments: Mapping[str, Any]) -> Fallback | None:
         if value is not None and name not in _FURTHER
     ]
     if unknown:
-        return Fallback("structure_unknown", f"the model is called with {_some(unknown)}")
+        return Fallback("structure_unknown", f"the model is called with {some(unknown)}")
     cache = options.get("qwen_image21_cache") or {}
     if cache.get("device") == "off":
         return Fallback("native_cache_off")
@@ -316,16 +231,3 @@ def _block_patches(options: Mapping[str, Any]) -> list[str]:
 
 def _replaced(options: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     return options.get("patches_replace", {}).items()
-
-
-def _keys(wrappers: Mapping[str, Mapping[str, Any]]) -> set[Any]:
-    return {key for by_key in wrappers.values() for key, listed in by_key.items() if listed}
-
-
-def _concerns_model(key: str) -> bool:
-    return key.startswith("diffusion_model")
-
-
-def _some(names: Iterable[Any]) -> str:
-    listed = list(map(str, names))
-    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")

@@ -17,8 +17,9 @@ from ...reasons import Fallback, Path
 from ...report import RunReport
 from . import core
 from .adapter import ComfyUIAdapter
-from .checks import RunContext, is_native_model
+from .checks import is_native_model
 from .options import Live, Options
+from .run_context import RunContext
 
 logger = logging.getLogger("graph_cache")
 
