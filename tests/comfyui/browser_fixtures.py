@@ -43,4 +43,5 @@ def _empty(canvas):
     canvas.clear()
     canvas.errors.clear()
     yield
-    assert not [error for error in canvas.errors if "qwen" in error or "qig" in error]
+    ours = [error for error in canvas.errors if "qwen" in error or "qig" in error]
+    assert not ours, ours

@@ -1,4 +1,4 @@
-"""The readout on a node, in a real browser: both renderers, every state."""
+"""The readout on one node, in a real browser: every state, while a run goes on, its toggle."""
 
 import browser as browsers
 import pytest

@@ -1,4 +1,4 @@
-"""What about ComfyUI's native model, a run of it, or one call stands against the cache."""
+"""What about ComfyUI's native model, or one call of it, stands against the cache."""
 
 from __future__ import annotations
 
