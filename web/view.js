@@ -60,6 +60,17 @@ const countsOf = (report) =>
     .map(([kind, count]) => `${count} ${text(kind)}`)
     .join(", ");
 
+// What a run's steps were, on one line.
+function whatRan(report, timed) {
+  if (!report.calls) return "";
+  const { replayed, captured } = report.counts;
+  const ran =
+    report.path === "graph"
+      ? text("replayedLine", { count: replayed + captured, calls: report.calls })
+      : countsOf(report);
+  return [ran, ...timed(report.step_ms)].join(" · ");
+}
+
 // Badge, tone and line of a state: { mode, live, report } and whether to show milliseconds.
 export function summary({ mode, live, report }, showTimes = true) {
   const timed = (ms) =>
@@ -82,23 +93,15 @@ export function summary({ mode, live, report }, showTimes = true) {
   if (report?.error) {
     const cancelled = report.error.startsWith("InterruptProcessingException");
     const key = cancelled ? "cancelled" : "failed";
-    return { key, tone: cancelled ? "warn" : "bad", line: cancelled ? "" : report.error };
+    const line = cancelled ? whatRan(report, timed) : report.error;
+    return { key, tone: cancelled ? "warn" : "bad", line };
   }
   if (!report) return { key: "ready", tone: "plain", line: text("readyLine") };
   const unexpected = report.fallbacks.filter((found) => !found.expected);
   const [key, calm] = report.mode === "off" ? ["off", "plain"] : paths[report.path];
   const tone = unexpected.length ? "warn" : calm;
   if (!report.calls) return { key, tone, line: unexpected[0]?.sentence ?? "" };
-  const parts = [
-    report.path === "graph"
-      ? text("replayedLine", {
-          count: report.counts.replayed + report.counts.captured,
-          calls: report.calls,
-        })
-      : countsOf(report),
-    ...timed(report.step_ms),
-  ];
-  return { key, tone, line: parts.join(" · ") };
+  return { key, tone, line: whatRan(report, timed) };
 }
 
 function rowsOf(report) {

@@ -97,7 +97,7 @@ STATES = {
         report(error="InterruptProcessingException: InterruptProcessingException", steps=9),
         "Cancelled",
         "warn",
-        "",
+        "7 of 9 replayed",
     ),
     "failed": (report(error="OutOfMemoryError: no room"), "Failed", "bad", "OutOfMemoryError"),
 }
