@@ -204,7 +204,7 @@ def test_weights_taken_away_before_the_capture(bench, capturer):
 def test_no_comparison_with_a_step_that_computes_everything_anew(bench, capturer, monkeypatch):
     """Without room for its cache the model rounds otherwise: that is no fault of ours."""
     if bench.kind == "standin":
-        pytest.skip("the stand-in always has room for its cache")
+        pytest.skip("needs the native model (COMFYUI_PATH); the stand-in always has room")
     from workbench import prompt
 
     kept = type(bench.model).select_prefix_cache

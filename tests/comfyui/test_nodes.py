@@ -129,7 +129,7 @@ def test_the_loader_lists_pipelines_and_transformer_folders(node, folder):
 
 def test_a_comfyui_without_the_model_says_so(node, folder):
     if comfy_env.has_native_model():
-        pytest.skip("this ComfyUI knows Qwen-Image-2.1")
+        pytest.skip("needs a ComfyUI without Qwen-Image-2.1; this one has it")
     from_folder = node("QwenImage21DiffusersLoader").execute
     with pytest.raises(ValueError, match=r"Qwen-Image-2.1/? is in order, .* update ComfyUI"):
         from_folder("Qwen-Image-2.1")

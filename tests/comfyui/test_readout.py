@@ -135,7 +135,7 @@ def test_buttons_stay_while_a_run_goes_on(canvas):
 
 def test_a_size_that_the_user_chose_is_kept(canvas):
     if canvas.renderer == "vue":
-        pytest.skip("Vue nodes size themselves")
+        pytest.skip("in Nodes 2.0 the content sets the size of a node; this is about the canvas")
     node = canvas.add("QwenImage21GraphCache")
     canvas.tell(node, report=report())
     size = "() => [...app.graph.nodes[0].size]"
