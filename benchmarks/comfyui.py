@@ -200,6 +200,7 @@ def bench_case(model, case: str, steps: int) -> list[dict]:
             "equal": bool(torch.equal(out["samples"], expected)),
             "counts": report.counts,
             "captures": report.captures,
+            "first_run": {"captures": reports[0].captures, "s": reports[0].capture_seconds},
             "peak_mib": report.peak_bytes >> 20,
             "reasons": {c: f.detail for c, f in report.fallbacks.items() if not f.reason.expected},
             "verified": reports[0].verified,

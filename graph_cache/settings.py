@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -34,7 +35,26 @@ def numeric_settings() -> tuple[str, ...]:
     A graph goes on with the kernels of its capture; the model's own path would follow a changed
     setting. Where a version of torch has no such setting, its place is empty.
     """
+    _settle()
     return tuple(map(_read, _GETTERS))
+
+
+_settled = False
+
+
+def _settle() -> None:
+    """Let torch choose its order of attention kernels, once in a process.
+
+    On some GPUs it does so at the first attention of the process. If that is ours, the order
+    would be another one right after the prefill's key was made.
+    """
+    global _settled
+    if _settled or not torch.cuda.is_initialized():
+        return
+    _settled = True
+    tensor = torch.empty(1, 1, 1, 64, dtype=torch.float16, device="cuda")
+    with suppress(AttributeError, RuntimeError):
+        torch._fused_sdp_choice(tensor, tensor, tensor)
 
 
 def _read(getter: Callable[[], object]) -> str:

@@ -67,6 +67,8 @@ def test_a_capture_that_fails_half_way_fails_alone(allocator):
 @pytest.mark.parametrize("arrangement", ["per_layer", "shared"])
 def test_memory_comes_back(arrangement, allocator):
     seen = script("memory_cycle.py", arrangement, allocator=allocator)
+    # The first attention of the process is ours: torch settles its settings then.
+    assert seen["eager at first"] == {"warm_up": 1}
     held = seen["held"]
     assert held["buffers"] > 32
     assert held["graphs"] > 64
