@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from collections.abc import Mapping
 
 import torch
 from diffusers import (
@@ -31,32 +32,65 @@ except ImportError:
 CONTEXT_WIDTH = 64
 """Channels of a prompt embedding of the small text encoder."""
 
-_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-_SPECIAL += ("<|im_start|>", "<|im_end|>")
+SPECIAL_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+SPECIAL_TOKENS += ("<|im_start|>", "<|im_end|>")
+"""Their ids are their places."""
 _VOCABULARY = 1024
 
 
+class UnknownWordError(ValueError):
+    """A prompt holds a word that a small vocabulary has not."""
+
+
+def pieces(text: str) -> list[str]:
+    """Split a text into special tokens, words in lower case, punctuation marks and line ends."""
+    return [piece.lower() for piece in re.findall(r"<\|\w+\|>|\w+|[^\w\s]|\n", text)]
+
+
 class TinyProcessor:
-    """Does what `Qwen3VLProcessor` does for the pipeline: a token a word, hashed.
+    """Does what `Qwen3VLProcessor` does for the pipeline: a token a word.
 
     Pictures become patches through the real image processor.
+
+    Parameters
+    ----------
+    vocabulary
+        Ids by word; None: any word, hashed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: Mapping[str, int] | None = None) -> None:
         self.tokenizer = self
+        self.vocabulary = vocabulary
         # The pipeline has resized a picture to whole slots already.
         self._images = Qwen2VLImageProcessor(
             patch_size=16, temporal_patch_size=2, merge_size=2, do_resize=False
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        return [
-            _SPECIAL.index(piece)
-            if piece in _SPECIAL
-            else len(_SPECIAL) + zlib.crc32(piece.encode()) % (_VOCABULARY - len(_SPECIAL))
-            for piece in re.findall(r"<\|\w+\|>|\w+|[^\w\s]|\n", text)
-        ]
+        """Token ids of a text.
+
+        Raises
+        ------
+        UnknownWordError
+            If there is a vocabulary and a word is not in it; it names all such words.
+        """
+        words = pieces(text)
+        if self.vocabulary is None:
+            first = len(SPECIAL_TOKENS)
+            return [
+                SPECIAL_TOKENS.index(word)
+                if word in SPECIAL_TOKENS
+                else first + zlib.crc32(word.encode()) % (_VOCABULARY - first)
+                for word in words
+            ]
+        unknown = list(dict.fromkeys(word for word in words if word not in self.vocabulary))
+        if unknown:
+            known = ", ".join(word for word in self.vocabulary if word.isalnum())
+            raise UnknownWordError(
+                f"this small model does not know {', '.join(map(repr, unknown))}; "
+                f"its words are: {known}"
+            )
+        return [self.vocabulary[word] for word in words]
 
     def apply_chat_template(self, messages: list[dict], **options: object) -> list[list[int]]:
         """Token ids of messages that hold text alone."""
