@@ -18,7 +18,7 @@ from .captions import Wanted, caption, random_wanted, scene_of
 from .checker import Verdict, check, check_scene
 from .edits import Edit, random_edit
 from .joint import Joint, Layout
-from .models import CHANNELS, GRID, TOKENS
+from .models import CHANNELS, GRID, TOKENS, shifted
 from .prompts import VOCABULARY, prompt_ids, text_runs
 from .samples import as_pixels
 from .scenes import draw
@@ -120,7 +120,7 @@ class Sampler:
             references = references.unflatten(0, (len(asked), layout.references))
         generator = torch.Generator().manual_seed(seed)
         latents = torch.randn(len(asked), TOKENS, CHANNELS, generator=generator).to(device)
-        sigmas = torch.linspace(1, 0, steps + 1)
+        sigmas = shifted(torch.linspace(1, 0, steps + 1))
         for now, then in pairwise(sigmas):
             sigma = now.expand(len(asked)).to(device)
             velocity = self._joint(layout, text, references, latents, sigma)

@@ -24,6 +24,13 @@ CHANNELS = 64
 GRID = 16
 """Latent tokens along a side of a picture."""
 TOKENS = GRID * GRID
+SHIFT = 5.0
+"""Of the scheduler's levels: a grid of 16 x 16 x 64 numbers is seen through a lot of noise."""
+
+
+def shifted(sigma: torch.Tensor) -> torch.Tensor:
+    """Levels in 0..1 as the scheduler shifts them (`FlowMatchEulerDiscreteScheduler.shift`)."""
+    return SHIFT * sigma / (1 + (SHIFT - 1) * sigma)
 
 
 def make_vae() -> AutoencoderKLQwenImage21:
@@ -118,7 +125,7 @@ def make_pipeline(
 ) -> QwenImage21Pipeline:
     """The unmodified pipeline around the small models."""
     return QwenImage21Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         vae=vae,
         text_encoder=make_text_encoder(embedding),
         processor=TinyProcessor(VOCABULARY),
@@ -151,7 +158,7 @@ def save_pipeline(
         before = {key: value.detach().clone() for key, value in module.state_dict().items()}
         module.to(dtype).save_pretrained(folder / name)
         module.float().load_state_dict(before)
-    FlowMatchEulerDiscreteScheduler().save_pretrained(folder / "scheduler")
+    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(folder / "scheduler")
     write_tokenizer(folder / "processor")
     index = {
         "_class_name": "QwenImage21Pipeline",

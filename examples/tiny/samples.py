@@ -1,4 +1,4 @@
-"""Training samples: captions and edits drawn by worker processes, kept as latents by layout."""
+"""Training samples: captions and edits made by worker processes, kept as latents by layout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -14,17 +13,18 @@ from .captions import caption, random_wanted, scene_of
 from .edits import random_edit
 from .joint import Layout
 from .prompts import VOCABULARY, prompt_ids, text_runs
-from .scenes import Scene, draw
+from .rendering import Renderer, rows
+from .scenes import Scene
 
 _WITHOUT_A_PROMPT = 0.06
 """Share of pictures whose prompt is empty: what guidance takes as its negative prompt."""
 
 
 class Drawn(NamedTuple):
-    """A prompt's ids, and its pictures ``(references + 1, 256, 256, 4)`` in uint8."""
+    """A prompt's ids, and its references and target as numbers ``(references + 1, WIDTH)``."""
 
     ids: list[int]
-    pictures: np.ndarray
+    scenes: torch.Tensor
 
 
 def drawn(seed: int, edits: float) -> Drawn:
@@ -44,7 +44,7 @@ def drawn(seed: int, edits: float) -> Drawn:
         wanted = random_wanted(rng, held_out=False)
         scenes = [scene_of(wanted, rng)]
         ids = prompt_ids("" if rng.random() < _WITHOUT_A_PROMPT else caption(wanted), 0)
-    return Drawn(ids, np.stack([draw(scene) for scene in scenes]))
+    return Drawn(ids, rows(scenes))
 
 
 class _Draws(Dataset):
@@ -55,8 +55,7 @@ class _Draws(Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[list[int], torch.Tensor]:
-        made = drawn(self.first + index, self.edits)
-        return made.ids, torch.from_numpy(made.pictures)
+        return tuple(drawn(self.first + index, self.edits))
 
 
 def _together(samples: list) -> tuple[list[list[int]], list[int], torch.Tensor]:
@@ -65,9 +64,9 @@ def _together(samples: list) -> tuple[list[list[int]], list[int], torch.Tensor]:
 
 
 def draws(
-    first: int, count: int, edits: float, workers: int, batch: int = 64
+    first: int, count: int, edits: float, workers: int, batch: int = 256
 ) -> Iterator[tuple[list[list[int]], list[int], torch.Tensor]]:
-    """Samples ``first`` to ``first + count``: ids, pictures of each, and all pictures in one."""
+    """Samples ``first`` to ``first + count``: ids, pictures of each, and all scenes in one."""
     return iter(
         DataLoader(
             _Draws(first, count, edits),
@@ -75,8 +74,6 @@ def draws(
             num_workers=workers,
             collate_fn=_together,
             prefetch_factor=4 if workers else None,
-            # What is copied to a GPU is made ready by a thread of its own.
-            pin_memory=torch.cuda.is_available(),
         )
     )
 
@@ -101,12 +98,13 @@ class Pool:
         self, encode: Callable[[torch.Tensor], torch.Tensor], device: torch.device
     ) -> None:
         self._encode, self._device = encode, device
+        self._render = Renderer(device)
         self._parts: dict[Layout, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._whole: dict[Layout, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def add(self, ids: list[list[int]], counts: list[int], pictures: torch.Tensor) -> None:
+    def add(self, ids: list[list[int]], counts: list[int], scenes: torch.Tensor) -> None:
         """Encode samples as `draws` gives them and keep them."""
-        latents = self._encode(as_pixels(pictures.to(self._device, non_blocking=True)))
+        latents = self._encode(as_pixels(self._render(scenes)))
         latents = latents.to(torch.bfloat16)
         for tokens, latent in zip(ids, latents.split(counts)):
             texts, grids = self._parts.setdefault(Layout(text_runs(tokens)), ([], []))
