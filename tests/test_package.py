@@ -55,7 +55,7 @@ def test_dependencies_go_one_way(path):
         if path != ROOT / "graph_cache" / "models" / "comfyui" / "core.py":
             assert not tops & {"comfy", "comfy_aimdo", "comfy_api", "comfy_execution", "server"}
     # Policy does not know a model library: only adapters and the commands do.
-    commands = {"demo.py", "bench.py", "tiny.py", "workload.py", "loading.py"}
+    commands = {"demo.py", "demo_pipeline.py", "bench.py", "tiny.py", "workload.py", "loading.py"}
     if path.parent == ROOT / "graph_cache" and path.name not in commands:
         assert "diffusers" not in tops
         doors = ("graph_cache.models.diffusers", "graph_cache.models.comfyui")

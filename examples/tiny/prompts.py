@@ -28,8 +28,8 @@ def make_vocabulary() -> dict[str, int]:
 VOCABULARY = make_vocabulary()
 
 
-def prompt_ids(text: str, references: int) -> tuple[list[int], int]:
-    """Token ids that the transformer sees of a prompt, and how many of them precede the text.
+def prompt_ids(text: str, references: int) -> list[int]:
+    """Token ids that the transformer sees of a prompt.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def prompt_ids(text: str, references: int) -> tuple[list[int], int]:
 
     Returns
     -------
-    ids : list of int
+    list of int
         The pipeline's template without its system turn; a reference is one ``<|image_pad|>``,
         where the pipeline has `SLOTS` of them.
     """

@@ -29,6 +29,8 @@ class Clock:
     WARM_UP = 150
 
     def __init__(self, minutes: float, cool: float) -> None:
+        if minutes <= 0:
+            raise SystemExit("error: making the samples took all of --minutes; give more of them")
         self.seconds, self.cool = minutes * 60, cool
         self.began = time.perf_counter()
         self.step = 0
