@@ -30,9 +30,14 @@ def parse() -> argparse.Namespace:
         "--minutes", type=float, default=8, help="of the whole stage but its last judgement"
     )
     parser.add_argument("--pictures", type=int, default=60_000, help="for the VAE")
+    parser.add_argument(
+        "--crop", type=int, default=256, help="side of what the VAE sees of a picture in a step"
+    )
     parser.add_argument("--samples", type=int, default=160_000, help="for the transformer")
     parser.add_argument("--edits", type=float, default=0.5, help="share of edits in them")
-    parser.add_argument("--batch", type=int, default=None, help="default 64, transformer 256")
+    parser.add_argument(
+        "--batch", type=int, default=None, help="default 64, transformer 256; on a CPU 8, 32"
+    )
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument(
         "--cool", type=float, default=0.35, help="last share of the time, to rate 0"

@@ -43,7 +43,7 @@ def train_transformer(args: argparse.Namespace, began: float) -> None:
     matrices = [name for name, weight in weights.items() if weight.ndim == 2 and "blocks." in name]
     update = Update(weights, matrices, args.rate, 3 * args.rate)
     losses = Losses(Joint(model, args.compile), embedding, update.clear)
-    batch = args.batch or 256
+    batch = args.batch or (256 if device.type == "cuda" else 32)
     if device.type == "cuda":
         batch = capture_all(losses, pool, batch)
     apply = captured_update(update)
@@ -84,8 +84,7 @@ def samples_of(layout: Layout, batch: int) -> int:
 def fill_pool(args: argparse.Namespace, vae: AutoencoderKLQwenImage21, device) -> Pool:
     """Make and encode the training samples."""
     began = time.perf_counter()
-    mixed = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    pool = Pool(lambda pixels: _in_parts(vae, pixels, mixed), device)
+    pool = Pool(lambda pixels: _in_parts(vae, pixels), device)
     for drawn in tqdm(
         draws(args.seed * 10**7, args.samples, args.edits, args.workers),
         total=math.ceil(args.samples / 256),
@@ -119,9 +118,11 @@ def capture_all(losses: Losses, pool: Pool, batch: int) -> int:
     return batch
 
 
-def _in_parts(vae: AutoencoderKLQwenImage21, pixels: torch.Tensor, mixed) -> torch.Tensor:
-    with mixed:
-        return torch.cat([encode(vae, part) for part in pixels.split(256)])
+def _in_parts(vae: AutoencoderKLQwenImage21, pixels: torch.Tensor) -> torch.Tensor:
+    # As much at once as the GPU's memory or the processor's cache is good for.
+    parts = pixels.split(256 if pixels.is_cuda else 16)
+    with torch.autocast(pixels.device.type, torch.bfloat16):
+        return torch.cat([encode(vae, part) for part in parts])
 
 
 def judge(

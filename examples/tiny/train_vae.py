@@ -29,10 +29,10 @@ def train_vae(args: argparse.Namespace) -> None:
     made = draws(10**9, args.pictures, 0.3, args.workers)
     scenes = torch.cat([part for _, _, part in made])[: args.pictures]
     render = Renderer(device)
-    batch = args.batch or 64
+    batch = args.batch or (64 if device.type == "cuda" else 8)
     weights = dict(vae.named_parameters())
     update = Update(weights, (), args.rate, args.rate)
-    pixels = as_pixels(render(scenes[:batch]))
+    pixels = _cropped(as_pixels(render(scenes[:batch])), args.crop)
     step = Captured(lambda: _loss(vae, update, pixels))
     if device.type == "cuda":
         try:
@@ -43,7 +43,8 @@ def train_vae(args: argparse.Namespace) -> None:
     clock = Clock(args.minutes, args.cool)
     for _ in clock:
         clock.set(update)
-        pixels.copy_(as_pixels(render(scenes[torch.randint(len(scenes), (batch,))])))
+        drawn = as_pixels(render(scenes[torch.randint(len(scenes), (batch,))]))
+        pixels.copy_(_cropped(drawn, args.crop))
         clock.note(step())
         apply()
     with torch.no_grad():
@@ -67,6 +68,12 @@ def train_vae(args: argparse.Namespace) -> None:
         [("drawn", list(shown.cpu().numpy())), ("through the VAE", list(again))],
         args.run / "vae.png",
     )
+
+
+def _cropped(pixels: torch.Tensor, side: int) -> torch.Tensor:
+    """A square part of pictures ``(..., height, width)``, at a random place."""
+    y, x = (int(torch.randint(whole - side + 1, ())) for whole in pixels.shape[-2:])
+    return pixels[..., y : y + side, x : x + side]
 
 
 def _loss(vae: AutoencoderKLQwenImage21, update: Update, pixels: torch.Tensor) -> torch.Tensor:
