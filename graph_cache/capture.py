@@ -99,6 +99,12 @@ class Capturer(Protocol):
         """Capture a body that has run at least once with the same shapes, and replay it once."""
 
 
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of ``a - b`` over the norm of ``b``, in float32; NaN if either has one."""
+    b = b.float()
+    return ((a.float() - b).norm() / b.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
+
+
 def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors hold the same bytes; unlike ``==`` this takes NaN for equal to itself."""
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -19,8 +19,9 @@ from .cuda_graphs import StreamOrder
 from .eligibility import call_fallback
 from .entries import Entry, EntryStore, Limits
 from .errors import OWN_ERRORS, failure, first_line
-from .layout import CacheKey
+from .layout import CacheKey, Profile
 from .models.base import Adapter, ModelCall, Phase
+from .profile import ProfileChoice
 from .reasons import Fallback, Path
 from .report import Kind, RunReport, Step
 from .run import Outcome, Run, begin_run, check_model, model_fallbacks
@@ -39,7 +40,7 @@ class Dispatcher:
     ----------
     adapter
         Of the model; without one, no call ever comes.
-    mode, verify
+    mode, verify, profile
         See `graph_cache.manager.GraphCache.attach`.
     limits
         Of what is held.
@@ -49,7 +50,7 @@ class Dispatcher:
     Raises
     ------
     ValueError
-        If there is no such mode or verification.
+        If there is no such mode, verification or profile.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Dispatcher:
         verify: Verify,
         limits: Limits,
         capturer: Capturer,
+        profile: Profile = "exact",
     ) -> None:
         self.mode = mode
+        self.profiles = ProfileChoice(profile)
         self.lock = threading.RLock()
         self.store = EntryStore(limits, capturer)
         if adapter is not None:
@@ -194,6 +197,8 @@ class Dispatcher:
             failed = True
             outcome = failure(error)
             entry = None if call.conditioning is None else self.store.find(call.conditioning)
+            if entry is not None and entry.key.profile == "fast" and outcome.code == "step_failed":
+                outcome = self.profiles.give_up_fast(Fallback("fast_failed", outcome.detail))
             run.stop(call, outcome)
         else:
             if isinstance(outcome, Outcome):
@@ -250,7 +255,12 @@ class Dispatcher:
         if isinstance(outcome, Outcome) and outcome.kind is Kind.CAPTURED:
             self.measure()
         if isinstance(outcome, Fallback):
-            self._disabled = outcome
+            if outcome.code == "parity_fast":
+                # The exact step is not to blame; but this run's prefixes go with the buffers.
+                self.profiles.give_up_fast(outcome)
+                run.stop_all(outcome)
+            else:
+                self._disabled = outcome
             self.store.clear()
         return outcome
 
@@ -269,6 +279,7 @@ class Dispatcher:
             call.strides,
             adapter.attention(call),
             numeric_settings(),
+            self.profiles.choose(run.report, adapter, call),
         )
         run.report.attention = key.attention
         entry = self.store.acquire(

@@ -9,8 +9,13 @@ ever compared by token counts alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Profile = Literal["exact", "fast"]
+"""Kernels of a decode step. ``exact``: bit for bit the model's own cached step; ``fast``: the same
+mathematics through other kernels."""
 
 Grid = tuple[int, int, int]
 """Frames, height and width of an image in latent tokens."""
@@ -102,6 +107,8 @@ class CacheKey:
         Name of the attention function that the decode step calls.
     settings
         `graph_cache.settings.numeric_settings`.
+    profile
+        Of the decode step.
     """
 
     layout: SequenceLayout
@@ -111,3 +118,4 @@ class CacheKey:
     strides: tuple[int, ...]
     attention: str
     settings: tuple[str, ...]
+    profile: Profile = "exact"

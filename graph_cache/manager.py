@@ -11,6 +11,7 @@ from .capture import Capturer
 from .cuda_graphs import CudaCapturer
 from .dispatcher import Dispatcher, Mode
 from .entries import Limits
+from .layout import Profile
 from .models import adapter_for
 from .models.base import Adapter
 from .reasons import Fallback
@@ -48,6 +49,7 @@ class GraphCache:
         headroom_bytes: int = 2 << 30,
         arrangement: str = "auto",
         verify: Verify = "first",
+        profile: Profile = "exact",
         capturer: Capturer | None = None,
     ) -> GraphCache:
         """Put a cache in front of a model.
@@ -72,6 +74,10 @@ class GraphCache:
             Bitwise comparison of a decode step with the model's own cached step and of the first
             replay with the decode step, at one extra step each: at the "first" of a kind (target
             size, batch, references or none, ...) in a process, "always", or "never".
+        profile
+            "exact" gives bit for bit what the model's own cached step gives. "fast" computes the
+            same through other kernels: the picture differs by rounding, the report says by how
+            much. It joins the weights of a block's projections in memory; `detach` parts them.
         capturer
             Takes the place of the CUDA capturer.
 
@@ -83,7 +89,7 @@ class GraphCache:
             If an option has no such value, or a cache is attached to the model already.
         """
         limits = Limits(max_entries, max_bytes, headroom_bytes, arrangement)
-        return cls.over(adapter_for(model), limits, mode, verify, capturer)
+        return cls.over(adapter_for(model), limits, mode, verify, profile, capturer)
 
     @classmethod
     def over(
@@ -92,11 +98,13 @@ class GraphCache:
         limits: Limits,
         mode: Mode = "auto",
         verify: Verify = "first",
+        profile: Profile = "exact",
         capturer: Capturer | None = None,
     ) -> GraphCache:
         """As `attach`, over an adapter that is made already, or the reason why there is none."""
         adapter = None if isinstance(found, Fallback) else found
-        dispatcher = Dispatcher(adapter, mode, verify, limits, capturer or CudaCapturer())
+        capturer = capturer or CudaCapturer()
+        dispatcher = Dispatcher(adapter, mode, verify, limits, capturer, profile)
         if adapter is None:
             logger.warning("graph cache: %s %s", found.sentence, found.hint)
             return cls(None, dispatcher, found)
@@ -117,6 +125,15 @@ class GraphCache:
     @mode.setter
     def mode(self, mode: Mode) -> None:
         self._dispatcher.mode = mode
+
+    @property
+    def profile(self) -> Profile:
+        """The profile: exact or fast. A change holds from the next prefill on."""
+        return self._dispatcher.profiles.asked
+
+    @profile.setter
+    def profile(self, profile: Profile) -> None:
+        self._dispatcher.profiles.asked = profile
 
     @property
     def verify(self) -> Verify:

@@ -111,6 +111,12 @@ ROWS = (
         "Another CUDA graph capture is in progress on this stream.",
         "Do not capture the pipeline yourself, or set mode to 'off'.",
     ),
+    Reason(
+        "profile_exact",
+        Path.GRAPH,
+        "The fast profile cannot run this model ({detail}); the exact profile ran.",
+        "Nothing to do, or set profile to 'exact'.",
+    ),
     # --- the device ----------------------------------------------------------------------------
     Reason(
         "no_cuda",
@@ -306,6 +312,18 @@ ROWS = (
         Path.NATIVE,
         "Our decode step was not bit-equal to the model's own; the cache is off ({detail}).",
         "The picture is not affected. Please report GPU, torch and model library versions.",
+    ),
+    Reason(
+        "parity_fast",
+        Path.NATIVE,
+        "The fast profile's step was too far from the model's own ({detail}); it is off.",
+        "The picture is not affected; later runs are exact. Please report GPU and versions.",
+    ),
+    Reason(
+        "fast_failed",
+        Path.NATIVE,
+        "The fast profile's step raised an error, so the model's own path ran: {detail}",
+        "The picture is not affected; later runs are exact. Please report the message.",
     ),
     Reason(
         "step_failed",

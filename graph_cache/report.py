@@ -98,7 +98,13 @@ class RunReport:
     mode
         What was asked for: auto, buffers or off.
     profile
-        "exact": bit for bit what the model's own cached step gives.
+        What ran. "exact": bit for bit what the model's own cached step gives; "fast": a step at
+        least was the same mathematics through other kernels.
+    kernels
+        What ran each operation of a fast step.
+    difference
+        The largest relative difference of a fast step to the model's own cached step, as far as
+        they were compared in this run: the norm of the difference over the norm of the latter.
     device, dtype, attention, torch_version
         What it ran on and with.
     steps
@@ -131,6 +137,8 @@ class RunReport:
     adapter: str = "none"
     mode: str = "auto"
     profile: str = "exact"
+    kernels: dict[str, str] = field(default_factory=dict)
+    difference: float | None = None
     device: str = ""
     dtype: str = ""
     attention: str = ""
@@ -195,6 +203,8 @@ class RunReport:
             "mode": self.mode,
             "path": self.path.value,
             "profile": self.profile,
+            "kernels": self.kernels,
+            "difference": self.difference,
             "device": self.device,
             "dtype": self.dtype,
             "attention": self.attention,
@@ -270,6 +280,11 @@ class RunReport:
             f"{format_bytes(self.graph_bytes)} of graphs ({self.captures} captured in "
             f"{self.capture_seconds:.2f} s)",
         ]
+        if self.kernels:
+            kernels = "; ".join(f"{name}: {kernel}" for name, kernel in self.kernels.items())
+            lines.append(f"{self.profile} profile: {kernels}")
+        if self.difference is not None:
+            lines.append(f"relative difference to the exact step: {self.difference:.1e}")
         for code, fallback in self.fallbacks.items():
             lines.append(f"{code}: {fallback.sentence} {fallback.hint}")
         return "\n".join(lines)
@@ -279,6 +294,9 @@ class RunReport:
         counts = self.counts
         graph = counts["captured"] + counts["replayed"]
         parts = [f"{self.path.value}: {graph}/{self.calls} calls as a graph"]
+        if self.profile != "exact":
+            away = "" if self.difference is None else f" ({self.difference:.1e} from exact)"
+            parts.append(f"{self.profile} profile{away}")
         parts += [f"{number} eager ({code})" for code, number in self.eager_reasons.items()]
         for conditioning in self.conditionings[:1]:
             parts.append(

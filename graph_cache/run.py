@@ -135,6 +135,11 @@ class Run:
         if call.conditioning is not None:
             self._stopped[call.conditioning] = fallback
 
+    def stop_all(self, fallback: Fallback) -> None:
+        """Remember why every conditioning of the run lost its buffers."""
+        for conditioning in self._index:
+            self._stopped[conditioning] = fallback
+
     def stopped(self, call: ModelCall) -> Fallback | None:
         """Why a conditioning has no buffers, if that is known."""
         return self._stopped.get(call.conditioning)

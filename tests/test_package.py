@@ -49,14 +49,19 @@ def imported(path: Path) -> set[str]:
 def test_dependencies_go_one_way(path):
     names = imported(path)
     tops = {name.partition(".")[0] for name in names}
-    assert not tops & {"pickle", "subprocess", "urllib", "requests", "socket"}
+    never = {"pickle", "subprocess", "urllib", "requests", "socket"}
+    if path.name == "triton_ops.py":
+        # For the name of what Triton's compiler raises.
+        never -= {"subprocess"}
+    assert not tops & never
     if path.is_relative_to(ROOT / "graph_cache"):
         assert "nodes" not in tops
         if path != ROOT / "graph_cache" / "models" / "comfyui" / "core.py":
             assert not tops & {"comfy", "comfy_aimdo", "comfy_api", "comfy_execution", "server"}
     # Policy does not know a model library: only adapters and the commands do.
     commands = {"demo.py", "demo_pipeline.py", "bench.py", "tiny.py", "workload.py", "loading.py"}
-    if path.parent == ROOT / "graph_cache" and path.name not in commands:
+    commands |= {"ceiling.py", "quality.py"}
+    if path.parent.name in ("graph_cache", "fast") and path.name not in commands:
         assert "diffusers" not in tops
         doors = ("graph_cache.models.diffusers", "graph_cache.models.comfyui")
         assert not any(name.startswith(doors) for name in names)

@@ -234,12 +234,12 @@ def _(attempt):
 @case("vram")
 def _(attempt):
     """The prefill runs out of memory because of our buffers, and passes without them."""
-    from graph_cache.models.diffusers import _PrefixSink
+    from graph_cache.models.diffusers_prefix import PrefixSink
 
     def refuse(self, buffers):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
 
-    attempt.monkeypatch.setattr(_PrefixSink, "__init__", refuse)
+    attempt.monkeypatch.setattr(PrefixSink, "__init__", refuse)
 
 
 @case("budget")
@@ -639,6 +639,29 @@ def _(attempt):
     attempt.monkeypatch.setattr(diffusers_step, "decode", lambda *args: real(*args) * 1.0001)
 
 
+@case("parity_fast")
+def _(attempt):
+    """A fast step that is more than rounding away: nobody gets to see it."""
+    from graph_cache.models import diffusers_fast
+
+    real = diffusers_fast.step
+    attempt.monkeypatch.setattr(diffusers_fast, "step", lambda *args: real(*args) * 1.01)
+    attempt.options = {"profile": "fast"}
+    attempt.calls_with_reason = STEPS - 1
+
+
+@case("fast_failed")
+def _(attempt):
+    """The fast step stumbles, over a compiler that is not there for one."""
+
+    def stumble(*args):
+        raise RuntimeError("Triton: CalledProcessError: gcc")
+
+    attempt.monkeypatch.setattr("graph_cache.models.diffusers_fast.step", stumble)
+    attempt.options = {"profile": "fast"}
+    attempt.calls_with_reason = STEPS - 1
+
+
 @case("step_failed")
 def _(attempt):
     """Our step stumbles over a model that is not what it seems."""
@@ -722,7 +745,8 @@ def test_fused_lora_replays(model, attach, capturer):
 
 
 def test_every_reason_has_a_case():
-    elsewhere = {"not_qwen21"}
+    # The second leaves a graph, so no step has it: tests/fast.
+    elsewhere = {"not_qwen21", "profile_exact"}
     # ComfyUI's own are tested in tests/comfyui.
     assert set(CASES) | elsewhere == {reason.code for reason in ROWS}
     assert not set(CASES) & elsewhere

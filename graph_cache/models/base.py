@@ -84,6 +84,15 @@ class Adapter(Protocol):
     def prefix_shape(self, call: ModelCall, layout: SequenceLayout) -> PrefixShape:
         """Sizes of the buffers that a prefill call needs."""
 
+    def prepare_fast(self, call: ModelCall) -> Fallback | None:
+        """Make the model ready for the fast profile, or say why it has to be the exact one.
+
+        Asked at every prefill of a run in that profile.
+        """
+
+    def kernels(self) -> dict[str, str]:
+        """What runs each operation of a fast step, once `prepare_fast` has made it ready."""
+
     def static_inputs(self, call: ModelCall, layout: SequenceLayout) -> StaticInputs:
         """New static inputs of the decode step."""
 
@@ -112,6 +121,7 @@ class Adapter(Protocol):
     def body(self, call: ModelCall, entry: Entry) -> Callable[[], torch.Tensor]:
         """One decode step over an entry's static tensors alone: no host sync, safe to capture.
 
+        In the profile of the entry's key.
         A graph keeps it, so it holds nothing of the call that is large or changes.
         """
 

@@ -19,17 +19,17 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_qwenimage21 import (
     QwenImage21KVCache,
-    QwenImage21KVLayerCache,
     QwenImage21Transformer2DModel,
 )
 
 from ..capture import StaticInputs
 from ..eligibility import is_tuner, lora_fallback
 from ..entries import Entry
+from ..fast import FastModel, part
 from ..layout import SequenceLayout, grid_tokens
 from ..prefix import PrefixBuffers, PrefixShape
 from ..reasons import Fallback
-from . import diffusers_step
+from . import diffusers_fast, diffusers_step
 from .base import ModelCall, Phase
 from .diffusers_checks import (
     HOOK_NAME,
@@ -37,6 +37,7 @@ from .diffusers_checks import (
     attention_backends,
     model_fallbacks,
 )
+from .diffusers_prefix import PrefixSink
 
 _TOKENS_PER_SLOT = 4
 """Latent tokens that one image slot of the vision-language sequence stands for (2 x 2)."""
@@ -61,22 +62,6 @@ class _Hook(ModelHook):
         return native(*args, **kwargs) if call is None else self.handle(call)
 
 
-class _PrefixSink(QwenImage21KVCache):
-    """A K/V cache that puts what the prefill stores into persistent buffers."""
-
-    class _Layer(QwenImage21KVLayerCache):
-        def __init__(self, buffers: PrefixBuffers, layer: int) -> None:
-            super().__init__()
-            self._buffers = buffers
-            self._layer = layer
-
-        def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
-            self._buffers.store(self._layer, k, v)
-
-    def __init__(self, buffers: PrefixBuffers) -> None:
-        self.layer_caches = [self._Layer(buffers, layer) for layer in range(buffers.shape.layers)]
-
-
 class DiffusersAdapter:
     """See `graph_cache.models.base.Adapter`.
 
@@ -95,6 +80,8 @@ class DiffusersAdapter:
         self._tuners: list[torch.nn.Module] = []
         # Looked up once a prefill: a module finds its children slowly, and this is asked each step.
         self._attentions: list[torch.nn.Module] = []
+        self._fast: FastModel | None = None
+        self._joined: set[int] = set()
         self._hook: _Hook | None = None
         self._forward: Callable[..., Any] | None = None
         self._signature = inspect.signature(functools.partial(type(model).forward, model))
@@ -124,6 +111,13 @@ class DiffusersAdapter:
         self._hook, self._found, self._forward = hook, found, vars(self.model)["forward"]
 
     def detach(self) -> None:
+        try:
+            self._leave()
+        finally:
+            self._fast = None
+            part(self.model, self._joined)
+
+    def _leave(self) -> None:
         had_registry, had_forward = self._found
         registry = self.model._diffusers_hook
         self._hook.adapter = self._hook.handle = None
@@ -193,6 +187,20 @@ class DiffusersAdapter:
     def attention(self, call: ModelCall) -> str:
         return ",".join(attention_backends(self._attentions))
 
+    # --- the fast profile ------------------------------------------------------------------
+
+    def prepare_fast(self, call: ModelCall) -> Fallback | None:
+        attention = self.attention(call)
+        made = diffusers_fast.fast_model(self.model, call.device, call.dtype, attention)
+        if isinstance(made, str):
+            return Fallback("profile_exact", made)
+        made.join(self._joined)
+        self._fast = made
+        return None
+
+    def kernels(self) -> dict[str, str]:
+        return self._fast.kernels
+
     # --- layout and buffers ----------------------------------------------------------------
 
     def layout(self, call: ModelCall) -> SequenceLayout | Fallback:
@@ -244,7 +252,7 @@ class DiffusersAdapter:
     # --- the two phases --------------------------------------------------------------------
 
     def prefill(self, call: ModelCall, buffers: PrefixBuffers) -> tuple[Any, Fallback | None]:
-        output = call.run_native(kv_cache=_PrefixSink(buffers))
+        output = call.run_native(kv_cache=PrefixSink(buffers))
         for index, layer in enumerate(call.conditioning.layer_caches):
             layer.store(*buffers.prefix(index))
         return output, None
@@ -283,6 +291,10 @@ class DiffusersAdapter:
         return None
 
     def body(self, call: ModelCall, entry: Entry) -> Callable[[], torch.Tensor]:
+        if entry.key.profile == "fast":
+            return functools.partial(
+                diffusers_fast.step, self.model, self._fast, entry.inputs, entry.buffers
+            )
         return functools.partial(diffusers_step.decode, self.model, entry.inputs, entry.buffers)
 
     def resident(self) -> AbstractContextManager[Fallback | None]:

@@ -89,9 +89,7 @@ def decode(
     """
     batch = buffers.shape.batch
     hidden = model.img_in(inputs["hidden"])
-    timesteps = inputs["all_timesteps"]
-    timesteps[:batch].copy_(inputs["timestep"])
-    temb = model.time_text_embed(timesteps, hidden)
+    temb = time_embedding(model, inputs, hidden)
     # The model works this out again in every block, and for every token.
     scale1, gate1, scale2, gate2 = (
         part[:batch].unsqueeze(1) for part in model.modulation(temb).chunk(4, dim=-1)
@@ -106,6 +104,15 @@ def decode(
     norm = model.norm_out
     scale = norm.linear(norm.silu(temb).to(hidden.dtype))[:batch].unsqueeze(1)
     return model.proj_out(norm.norm(hidden) * (1 + scale))
+
+
+def time_embedding(
+    model: QwenImage21Transformer2DModel, inputs: StaticInputs, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Embeddings of the step's timesteps and of t = 0, ``(batch + 1, width)``."""
+    timesteps = inputs["all_timesteps"]
+    timesteps[: len(inputs["timestep"])].copy_(inputs["timestep"])
+    return model.time_text_embed(timesteps, hidden)
 
 
 def _attend(

@@ -51,10 +51,18 @@ class Block(nn.Module):
         return self.run(x, (scale1, gate1, scale2, gate2), pe, attn_fn, prefix_len)
 
     def run(self, x, mod, pe, attn_fn, prefix_len):
-        scale1, gate1, scale2, gate2 = (_rows(part, x, prefix_len) for part in mod)
+        scale1, gate1, scale2, gate2 = (self.rows(part, x, prefix_len) for part in mod)
         # In place, as the real blocks do: nobody may rely on what a block was given.
         x.addcmul_(self.attn(_norm(x) * (1 + scale1), pe, attn_fn, prefix_len), gate1)
         return x.addcmul_(torch.tanh(self.img_mlp(_norm(x) * (1 + scale2))), gate2)
+
+    @staticmethod
+    def rows(part, x, prefix):
+        still, sampled = part
+        batch, length = x.shape[:2]
+        return torch.cat(
+            [still.expand(batch, prefix, -1), sampled.expand(batch, length - prefix, -1)], dim=1
+        )
 
 
 class FourPartBlock(Block):
@@ -65,15 +73,6 @@ class FourPartBlock(Block):
 
 def _norm(x):
     return nn.functional.layer_norm(x, x.shape[-1:])
-
-
-def _rows(part, x, prefix):
-    still, sampled = part
-    length = x.shape[1]
-    batch = x.shape[0]
-    return torch.cat(
-        [still.expand(batch, prefix, -1), sampled.expand(batch, length - prefix, -1)], dim=1
-    )
 
 
 class Timestep(nn.Module):
@@ -195,7 +194,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         parts = self.modulation(temb).chunk(4, dim=-1)
         parts = (parts[0], parts[1].tanh(), parts[2], parts[3].tanh())
         mod = tuple((part[-1:].unsqueeze(1), part[:-1].unsqueeze(1)) for part in parts)
-        if self.block_class is Block:
+        if self.block_class is not FourPartBlock:
             mod = (*mod, torch.zeros_like(parts[0][:1, None]))
         options = transformer_options.get("qwen_image21_cache", {})
         patches, replaced = (transformer_options.get(k, {}) for k in ("patches", "patches_replace"))

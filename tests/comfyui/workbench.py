@@ -40,6 +40,10 @@ def _standin(dtype: torch.dtype, **options) -> comfy.model_patcher.ModelPatcher:
     import comfy.model_management
     from standin import standin_model
 
+    if options.pop("full", False):
+        from standin_full import FullModel
+
+        options["model_class"] = FullModel
     model = standin_model(dtype, **options)
     device = comfy.model_management.get_torch_device()
     return comfy.model_patcher.ModelPatcher(model, device, torch.device("cpu"))

@@ -14,11 +14,12 @@ from torch import nn
 
 from ...capture import StaticInputs
 from ...entries import Entry
+from ...fast import FastModel
 from ...layout import SequenceLayout
 from ...prefix import PrefixBuffers, PrefixShape
 from ...reasons import Fallback
 from ..base import ModelCall
-from . import core, step
+from . import core, fast_step, step
 from .calls import Conditioning, content_changed, read_call
 from .checks import (
     attention_fallbacks,
@@ -55,6 +56,7 @@ class ComfyUIAdapter:
         self._context: RunContext | None = None
         self._watch_content = True
         self._device: torch.device | None = None
+        self._fast: FastModel | None = None
         self._conditionings: dict[tuple, Conditioning] = {}
 
     # --- the door --------------------------------------------------------------------------
@@ -149,6 +151,17 @@ class ComfyUIAdapter:
     def attention(self, call: ModelCall) -> str:
         return ",".join(attention_names(self.model, call.arguments["transformer_options"]))
 
+    def prepare_fast(self, call: ModelCall) -> Fallback | None:
+        names = set(attention_names(self.model, call.arguments["transformer_options"]))
+        made = fast_step.fast_model(self.model, call.device, call.dtype, names)
+        if isinstance(made, str):
+            return Fallback("profile_exact", made)
+        self._fast = made
+        return None
+
+    def kernels(self) -> dict[str, str]:
+        return self._fast.kernels
+
     # --- layout and buffers ----------------------------------------------------------------
 
     def layout(self, call: ModelCall) -> SequenceLayout | Fallback:
@@ -221,6 +234,16 @@ class ComfyUIAdapter:
     def body(self, call: ModelCall, entry: Entry) -> Callable[[], torch.Tensor]:
         given = call.arguments["transformer_options"]
         options = {name: value for name, value in given.items() if name not in _NOT_FOR_A_STEP}
+        if entry.key.profile == "fast":
+            return functools.partial(
+                fast_step.step,
+                self.model,
+                self._fast,
+                entry.inputs,
+                entry.buffers,
+                options,
+                self._residency,
+            )
         return functools.partial(
             step.decode,
             self.model,

@@ -100,6 +100,23 @@ def vbar() -> Any:
 
 
 @contextmanager
+def weights_of(
+    modules: tuple[nn.Module, ...], like: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Weights of ComfyUI's modules where and as a tensor is, brought there if they have to be."""
+    from comfy import ops
+
+    held = []
+    try:
+        for module in modules:
+            held.append((module, *ops.cast_bias_weight(module, like, offloadable=True)))
+        yield tuple(weight for _, weight, _, _ in held)
+    finally:
+        for module, weight, bias, stream in held:
+            ops.uncast_bias_weight(module, weight, bias, stream)
+
+
+@contextmanager
 def prefetched_blocks(
     blocks: list[nn.Module], device: torch.device, dtype: torch.dtype, options: dict
 ) -> Iterator[Callable[[nn.Module | None], None]]:

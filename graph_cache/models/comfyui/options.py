@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from ...dispatcher import Mode
+from ...layout import Profile
 from ...steps import Verify
+
+_CHOICES = {"mode": get_args(Mode), "verify": get_args(Verify), "profile": get_args(Profile)}
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Options:
 
     Attributes
     ----------
-    mode, verify
+    mode, verify, profile
         See `graph_cache.manager.GraphCache.attach`.
     keep_between_runs
         Keep buffers and graphs when a run ends, for the next one of the same size.
@@ -27,7 +30,7 @@ class Options:
     Raises
     ------
     ValueError
-        If there is no such mode or verification, or a number is negative.
+        If there is no such mode, verification or profile, or a number is negative.
     """
 
     mode: Mode = "auto"
@@ -35,9 +38,10 @@ class Options:
     keep_between_runs: bool = False
     max_vram_gb: float = 0.0
     min_steps: int = 3
+    profile: Profile = "exact"
 
     def __post_init__(self) -> None:
-        for name, values in (("mode", get_args(Mode)), ("verify", get_args(Verify))):
+        for name, values in _CHOICES.items():
             if getattr(self, name) not in values:
                 raise ValueError(
                     f"{name} must be one of {', '.join(values)}, not {getattr(self, name)!r}"

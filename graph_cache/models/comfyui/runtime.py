@@ -219,7 +219,12 @@ class Runtime:
         adapter = ComfyUIAdapter(model)
         limits = Limits(max_bytes=self.options.max_bytes)
         self._cache = GraphCache.over(
-            adapter, limits, self.options.mode, self.options.verify, self.capturer
+            adapter,
+            limits,
+            self.options.mode,
+            self.options.verify,
+            self.options.profile,
+            self.capturer,
         )
         self._adapter, self._model = adapter, weakref.ref(model)
 

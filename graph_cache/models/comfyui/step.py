@@ -107,11 +107,7 @@ def decode(
     blocks = list(model.transformer_blocks)
     options = {**options, "total_blocks": len(blocks), "block_type": "single"}
     hidden = model.img_in(latent.flatten(2).transpose(1, 2))
-    # As the model does: t * 1000 and t are rounded to the compute dtype, and a row of t = 0 for
-    # text and references comes last. No decode step reads that row, but a matrix product over
-    # another number of rows may round otherwise.
-    timestep = ((inputs["timestep"] * 1000).to(dtype) / 1000).to(dtype)
-    temb = model.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), dtype)
+    temb = time_embedding(model, inputs, dtype)
     modulation = _modulation(model, temb, modulation_parts(type(blocks[0])))
     attention = core.optimized_attention(model)
     queue_options = {} if residency.complete else options
@@ -124,6 +120,15 @@ def decode(
         bring(None)
     hidden = model.proj_out(model.norm_out(hidden, temb[:-1]))
     return hidden.transpose(1, 2).reshape(batch, model.out_channels, height, width)
+
+
+def time_embedding(model: nn.Module, inputs: StaticInputs, dtype: torch.dtype) -> torch.Tensor:
+    """Embeddings of the step's timesteps and of t = 0, ``(batch + 1, width)``."""
+    # As the model does: t * 1000 and t are rounded to the compute dtype, and a row of t = 0 for
+    # text and references comes last. No decode step reads that row, but a matrix product over
+    # another number of rows may round otherwise.
+    timestep = ((inputs["timestep"] * 1000).to(dtype) / 1000).to(dtype)
+    return model.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), dtype)
 
 
 def _modulation(model: nn.Module, temb: torch.Tensor, parts: int) -> tuple:
