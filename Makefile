@@ -46,8 +46,11 @@ lint: $(call READY,test)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-bench: $(call READY,pipeline)
-	$(PY) -m graph_cache.bench $(ARGS)
+# On an NVIDIA GPU the true sizes with random weights, elsewhere the small model; ARGS= for another benchmark.
+BENCH := $(if $(shell command -v nvidia-smi 2>/dev/null),--random-weights --ceiling --cases 512 768 1024 1024:1 1024:2 1024:4 2048 \
+  --engines diffusers "diffusers use_kv_cache" buffers graph fast,)
+bench: $(call READY,bench)
+	$(PY) -m graph_cache.bench --out benchmarks/results $(if $(ARGS),$(ARGS),$(BENCH))
 
 clean:
 	rm -rf $(VENV) demo build

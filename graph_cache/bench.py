@@ -1,13 +1,15 @@
 """Benchmark: diffusers without and with its K/V cache against prefix buffers and graph replay.
 
 ``python -m graph_cache.bench --help``. One process, one table, and a JSON file for those who want
-to compute with it. Every row says whether its pictures equal those of diffusers' cached path.
+to compute with it. Every row says whether its steps equal those of diffusers' cached path, and
+how far they are from them; only the fast profile's may differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 from dataclasses import asdict, dataclass, field
@@ -18,7 +20,9 @@ import torch
 from diffusers import QwenImage21Transformer2DModel
 
 from . import GraphCache
-from .capture import bitwise_equal
+from .bench_report import write_report
+from .capture import bitwise_equal, relative_difference
+from .ceiling import ceiling_ms
 from .loading import load_transformer
 from .tiny import random_weights, tiny_transformer
 from .workload import Case, Workload
@@ -30,8 +34,10 @@ ENGINES = (
     "graph",
     "graph, shared",
     "graph, per layer",
+    "fast",
 )
 _ARRANGEMENTS = {"graph, shared": "shared", "graph, per layer": "per_layer"}
+_MAY_DIFFER = (ENGINES[0], "fast")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -41,6 +47,10 @@ class Row:
 
     Attributes
     ----------
+    case, size, references, batch, conditionings
+        See `graph_cache.workload.Case`.
+    engine
+        One of `ENGINES`.
     gpu_ms
         Median time between a call's first and last work on the GPU's stream.
     host_ms
@@ -52,21 +62,36 @@ class Row:
         had work for. None where there is no graph.
     ratio
         Wall time of diffusers' cached step over this one's.
+    ceiling_ms
+        Time of the step's matrix products and attention alone, see `graph_cache.ceiling`; None
+        where it was not measured.
     equal
         Whether every step of every conditioning equals diffusers' cached path bitwise.
     first_ms
         Time of the first step, which prefills.
+    difference
+        The largest relative difference of a step to diffusers' cached one: the norm of the
+        difference over the norm of the latter. It grows from step to step, as latents part. None
+        where it is no number.
+    kernels
+        What ran each operation of a fast step.
     """
 
     case: str
+    size: int
+    references: int
+    batch: int
+    conditionings: int
     engine: str
     gpu_ms: float | None
     host_ms: float
     wall_ms: float
     first_ms: float
     equal: bool
+    difference: float | None = None
     busy: float | None = None
     ratio: float | None = None
+    ceiling_ms: float | None = None
     peak_mib: int | None = None
     held_mib: int = 0
     graph_mib: int = 0
@@ -75,6 +100,7 @@ class Row:
     counts: dict[str, int] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     verified: dict[str, bool] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
 
 
 def bench_case(
@@ -117,6 +143,7 @@ def _bench_engine(
             mode="buffers" if engine == "buffers" else "auto",
             arrangement=_ARRANGEMENTS.get(engine, "auto"),
             verify="always",
+            profile="fast" if engine == "fast" else "exact",
         )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -132,6 +159,10 @@ def _bench_engine(
         drained = work.run(steps, cached=cached, drain=True)
         row = Row(
             case=case.name,
+            size=case.size,
+            references=case.references,
+            batch=case.batch,
+            conditionings=case.conditionings,
             engine=engine,
             gpu_ms=timings.gpu_ms(),
             host_ms=drained.host_ms(),
@@ -149,17 +180,22 @@ def _bench_engine(
             row.counts = report.counts
             row.reasons = [code for code, why in report.fallbacks.items() if code != "warm_up"]
             row.verified = first_report["verified"]
+            row.kernels = report.kernels
     finally:
         if cache is not None:
             cache.detach()
     if engine == ENGINES[1]:
         expected[:] = timings.outputs
-    row.equal = all(bitwise_equal(a, b) for a, b in zip(timings.outputs, expected))
+    pairs = list(zip(timings.outputs, expected))
+    row.equal = all(bitwise_equal(a, b) for a, b in pairs)
+    away = [relative_difference(a, b) for a, b in pairs]
+    row.difference = max(away) if all(map(math.isfinite, away)) else None
     return row
 
 
-def machine() -> dict:
-    """What the figures belong to."""
+def machine(command: str = "bench", arguments: list[str] | None = None) -> dict:
+    """What the figures belong to, and the command that made them."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "gpu": gpu,
@@ -169,20 +205,28 @@ def machine() -> dict:
         "cuda": torch.version.cuda,
         "allocator": torch.cuda.get_allocator_backend() if gpu else None,
         "diffusers": diffusers.__version__,
-        "command": "python -m graph_cache.bench " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m graph_cache." + command, *arguments]),
     }
 
 
 def _shown(row: Row) -> str:
     """The engine's name, and that it had no graph where it had none."""
-    asked = row.engine.startswith("graph")
+    asked = row.engine.startswith(("graph", "fast"))
     return row.engine if row.counts.get("replayed") or not asked else f"{row.engine} (none here)"
 
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     head = ("case", "engine", "GPU ms", "host ms", "wall ms", "GPU busy", "x use_kv_cache")
-    head += ("bitwise equal", "capture s", "held MiB", "graph MiB", "peak MiB")
+    head += (
+        "x ceiling",
+        "bitwise equal",
+        "difference",
+        "capture s",
+        "held MiB",
+        "graph MiB",
+        "peak MiB",
+    )
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         cells = [
@@ -193,7 +237,9 @@ def table(rows: list[Row]) -> str:
             f"{row.wall_ms:.2f}",
             "-" if row.busy is None else f"{row.busy:.0%}",
             f"{row.ratio:.3f}",
-            "yes" if row.equal else "NO",
+            "-" if row.ceiling_ms is None else f"{row.wall_ms / row.ceiling_ms:.2f}",
+            "yes" if row.equal else "no" if row.engine in _MAY_DIFFER else "NO",
+            "not a number" if row.difference is None else f"{row.difference:.1e}",
             f"{row.capture_s:.3f}" if row.captures or row.capture_s else "-",
             str(row.held_mib),
             str(row.graph_mib),
@@ -235,6 +281,22 @@ def parse_case(text: str) -> Case:
     return case
 
 
+def add_model_options(made: argparse.ArgumentParser) -> None:
+    """Options that `build_model` reads."""
+    made.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default=None,
+        help="default bf16; on a CPU the benchmark takes fp32",
+    )
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    weights = made.add_mutually_exclusive_group()
+    weights.add_argument("--model", help="folder or .safetensors file with real weights")
+    weights.add_argument(
+        "--random-weights", action="store_true", help="the true 7 B configuration, random weights"
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m graph_cache.bench", description=__doc__)
@@ -246,6 +308,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE[:REFS[:BATCH[:CONDS]]]",
         help="what to generate (default: 64 128 on the small model, 512 1024 1024:1 otherwise)",
     )
+    made.add_argument(
+        "--ceiling",
+        action="store_true",
+        help="also time the step's matrix products and attention alone",
+    )
+    made.add_argument(
+        "--out", type=FilePath, help="folder for <gpu>.json, a page with the table, and plots"
+    )
     made.add_argument("--steps", type=int, default=12, help="denoising steps (default 12)")
     made.add_argument(
         "--engines",
@@ -255,13 +325,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="ENGINE",
         help=", ".join(f'"{engine}"' for engine in ENGINES),
     )
-    made.add_argument("--dtype", choices=_DTYPES, default=None, help="default bf16, fp32 on a CPU")
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    weights = made.add_mutually_exclusive_group()
-    weights.add_argument("--model", help="folder or .safetensors file with real weights")
-    weights.add_argument(
-        "--random-weights", action="store_true", help="the true 7 B configuration, random weights"
-    )
+    add_model_options(made)
     made.add_argument("--json", type=FilePath, help="also write the rows to this file")
     return made
 
@@ -286,19 +350,30 @@ def main(argv: list[str] | None = None) -> int:
     with torch.no_grad():
         for case in args.cases:
             made = bench_case(model, case, args.steps, tuple(args.engines))
+            if args.ceiling:
+                device, dtype = torch.device(args.device), _DTYPES[args.dtype]
+                found = ceiling_ms(model, case.layouts()[0], case.batch, dtype, device)
+                for row in made:
+                    row.ceiling_ms = found
             rows += made
             print(table(made), flush=True)
+            # After every case: a long benchmark that is stopped has not been for nothing.
+            head = {"machine": where, "steps": args.steps, "dtype": args.dtype}
+            data = {**head, "rows": [asdict(row) for row in rows]}
             if args.json is not None:
-                # After every case: a long benchmark that is stopped has not been for nothing.
                 args.json.parent.mkdir(parents=True, exist_ok=True)
-                head = {"machine": where, "steps": args.steps, "dtype": args.dtype}
-                data = {**head, "rows": [asdict(row) for row in rows]}
                 args.json.write_text(json.dumps(data, indent=1))
+            if args.out is not None:
+                written = write_report(data, table(rows), args.out)
             if torch.device(args.device).type == "cuda":
                 torch.cuda.empty_cache()
     print()
     print(table(rows))
-    return 0 if all(row.equal for row in rows if row.engine != ENGINES[0]) else 1
+    if args.out is not None:
+        print("written:", *written)
+        if not any(path.suffix == ".png" for path in written):
+            print("no plots: matplotlib is not installed")
+    return 0 if all(row.equal or row.engine in _MAY_DIFFER for row in rows) else 1
 
 
 if __name__ == "__main__":

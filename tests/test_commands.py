@@ -145,8 +145,12 @@ def test_bench(tmp_path):
     assert len(data["rows"]) == 2 * len(bench.ENGINES)
     for row in data["rows"]:
         assert row["wall_ms"] > 0 and row["host_ms"] > 0 and row["ratio"] > 0
-        if row["engine"] != "diffusers":
+        if row["engine"] not in ("diffusers", "fast"):
             assert row["equal"] is True
+            assert row["difference"] == 0
+        if row["engine"] == "fast":
+            assert 0 < row["difference"] < 1e-5
+            assert row["kernels"]["qkv"] == "one product"
         if row["engine"].startswith(("buffers", "graph")):
             conditionings = 2 if "cfg" in row["case"] else 1
             assert sum(row["counts"].values()) == 5 * conditionings
